@@ -1,0 +1,265 @@
+"""JobSpec: one fully resolved job, the only thing that travels between processes (written as spec.json).
+
+Values that are known only once the job runs (a node's address, a port, the run folder) are written as references
+``@kind:argument@`` inside argv, env and paths and are looked up in ``JobSpec.run.bindings`` by `resolve`:
+
+    @host:decode-0@        address that process binds and advertises
+    @port:decode-0:http@   one of its ports
+    @run@                  the job's folder, results/<run-id>/<job-id>
+    @model@                the staged weights directory on the node
+    @python@               the interpreter of this environment
+    @repo@                 the folder that holds the import packages
+
+so the spec, its fingerprint and the golden plans do not depend on the machine that runs them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from configs.base import Strict
+
+RoleName = Literal["prefill", "decode", "router", "aggregated"]
+EngineName = Literal["vllm", "sglang", "tilert", "pegainfer", "bundled"]
+SPEC_SCHEMA_VERSION = 1
+
+_REFERENCE = re.compile(r"@([a-z]+(?::[A-Za-z0-9_.-]+){0,2})@")
+
+
+class UnresolvedReference(KeyError):
+    """A reference has no binding: the spec was used before the run bound it."""
+
+
+class Parallelism(Strict):
+    """How one worker of a role is spread over GPUs."""
+
+    num_worker: int = Field(ge=0, description="Number of identical workers (engine instances) of this role.")
+    tp: int = Field(default=1, ge=1, description="Tensor parallel size, in GPUs.")
+    pp: int = Field(default=1, ge=1, description="Pipeline parallel size, in GPUs.")
+    ep: int = Field(default=1, ge=1, description="Expert parallel size, in GPUs; it reuses the tp*pp GPUs.")
+    dp_attn: bool = Field(default=False, description="Data-parallel attention inside the tp group.")
+    dcp_size: int = Field(default=1, ge=1, description="Decode context parallel size; must divide tp.")
+    pcp_size: int = Field(default=1, ge=1, description="Prefill context parallel size, in GPUs.")
+
+    @property
+    def gpus_per_worker(self) -> int:
+        """GPUs one worker occupies: tp * pp * pcp (ep and dcp reuse them)."""
+        return self.tp * self.pp * self.pcp_size
+
+
+class Readiness(Strict):
+    """How the orchestrator learns that a process answers; the canary through the router decides in the end."""
+
+    port: str = Field(description="Name of the port to ask.")
+    path: str = Field(default="/health", description="HTTP path that answers 200 when the process serves.")
+    timeout_s: float = Field(gt=0, description="Deadline from process start, in seconds.")
+
+
+class ProcessSpec(Strict):
+    """One operating-system process of a role: what is started, where, with what."""
+
+    name: str = Field(description="Unique in the job: <role>-<index>.")
+    role: RoleName
+    index: int = Field(ge=0)
+    engine: EngineName
+    node: int = Field(ge=0, description="Index of the node within the allocation.")
+    gpus: tuple[int, ...] = Field(default=(), description="GPU indices on that node; empty on a CPU.")
+    image: str | None = Field(default=None, description="Container image, or null for this environment.")
+    argv: tuple[str, ...] = Field(description="Exact command line, with references.")
+    env: dict[str, str] = Field(default_factory=dict, description="Only what the engine demands as a variable.")
+    cwd: str = Field(default="@run@")
+    ports: tuple[str, ...] = Field(description="Names of the ports it listens on, e.g. http, control.")
+    readiness: Readiness
+    reads: tuple[str, ...] = Field(default=(), description="Files and folders it reads.")
+    writes: tuple[str, ...] = Field(default=(), description="Files and folders it writes.")
+    log: str = Field(description="Where its stdout and stderr go.")
+
+
+class Limits(Strict):
+    """When a measurement is no longer publishable, or no longer worth waiting for."""
+
+    request_timeout_s: float = Field(gt=0, description="Client deadline of one request, in seconds.")
+    point_timeout_s: float = Field(gt=0, description="Deadline of the whole point, in seconds.")
+    max_error_rate: float = Field(ge=0, le=1, description="Failed requests over requests, above which a point is invalid.")
+    max_client_queue_ms: float = Field(default=100, gt=0, description="Client-side queueing (p50) above which the client was the bottleneck.")
+
+
+class FixedSeqLenPoint(Strict):
+    """One concurrency of a fixed-sequence-length measurement."""
+
+    scenario: Literal["fixed-seq-len"] = "fixed-seq-len"
+    id: str
+    isl: int = Field(gt=0, description="Nominal input length L, in tokens; lengths are uniform in [floor(r*L), L].")
+    osl: int = Field(gt=0, description="Nominal output length, in tokens, drawn the same way.")
+    range_ratio: float = Field(default=0.8, gt=0, le=1, description="The r above.")
+    conc: int = Field(gt=0, description="Concurrent requests.")
+    requests: int = Field(gt=0, description="Measured requests.")
+    warmup_requests: int = Field(ge=0, description="Requests before the measurement, with prompts of their own.")
+    seed: int = Field(ge=0)
+    limits: Limits
+
+
+class GsmEvalPoint(Strict):
+    """One GSM8K-format evaluation through the router, with real acceptance."""
+
+    scenario: Literal["gsm8k"] = "gsm8k"
+    id: str
+    data: Literal["hub", "directory", "generated"] = Field(description="generated is never reported as GSM8K.")
+    data_dir: str | None = Field(default=None, description="Folder with train.jsonl and test.jsonl, for data: directory.")
+    problems: int | None = Field(default=None, gt=0, description="Number of problems; null is all of them.")
+    num_fewshot: int = Field(default=5, ge=0)
+    max_tokens: int = Field(gt=0, description="Output limit of one answer, in tokens.")
+    conc: int = Field(gt=0)
+    threshold: float | None = Field(default=None, ge=0, le=1, description="Least exact_match of both filters, or null for no gate.")
+    seed: int = Field(ge=0)
+    limits: Limits
+
+
+PointSpec = Annotated[FixedSeqLenPoint | GsmEvalPoint, Field(discriminator="scenario")]
+
+
+class HandoffSpec(Strict):
+    """How the KV cache goes from prefill to decode."""
+
+    transport: Literal["mooncake", "nixl", "none"]
+    protocol: str = Field(default="tcp", description="Mooncake protocol or NIXL backend: tcp, rdma, ucx.")
+    kv_dtype: str = Field(description="dtype of the KV planes on the wire, e.g. float32, bfloat16.")
+    pool_bytes: int = Field(gt=0, description="Receive pool of one decode worker, in bytes.")
+    staging_bytes: int = Field(gt=0, description="Send staging of one prefill rank, in bytes.")
+    deadline_s: float = Field(gt=0, description="Deadline from reserve to commit, in seconds.")
+
+
+class AcceptanceSpec(Strict):
+    """Speculative decoding: the one owner of the draft depth, and how acceptance comes about."""
+
+    draft_depth: int = Field(default=0, ge=0, description="Draft tokens proposed in a step; 0 is no speculation.")
+    mode: Literal["real", "simulated"] = "real"
+    curve: str | None = Field(default=None, description="Golden curve id, for mode: simulated.")
+    target_length: float | None = Field(default=None, ge=1, description="Mean acceptance length to simulate.")
+    provisional: bool = Field(default=False, description="The curve was not measured on this model.")
+
+
+class CanarySpec(Strict):
+    """Correct generations through the router before anything is measured."""
+
+    requests: int = Field(default=2, gt=0)
+    max_tokens: int = Field(default=8, gt=1)
+    timeout_s: float = Field(default=120, gt=0)
+
+
+class RunBinding(Strict):
+    """Run-only fields: they say where and when, never what, and are left out of the fingerprint."""
+
+    run_id: str
+    job_id: str = Field(description="Folder name of the job inside the run.")
+    run_dir: str = Field(description="Absolute folder of the whole run, results/<run-id>.")
+    created_at: str = Field(description="UTC, ISO 8601.")
+    bindings: dict[str, str] = Field(default_factory=dict, description="Reference -> value, see the module text.")
+
+
+class JobSpec(Strict):
+    """One job: a set of processes, the points it must produce and everything a result row says about them."""
+
+    schema_version: int = SPEC_SCHEMA_VERSION
+    key: str = Field(description="Key of the matrix entry.")
+    config_file: str = Field(description="Matrix file the entry came from, relative to the repository where possible.")
+    fingerprint: str = Field(default="", description="sha256 over the content, run-only fields left out.")
+    model: str = Field(description="Model name, as in configs/models.")
+    model_id: str = Field(description="Served name, usually the Hugging Face id.")
+    model_prefix: str = Field(description="InferenceX's infmax_model_prefix.")
+    hardware: str = Field(description="InferenceX's hw: gpu key, or cluster:<gpu key>-<site>.")
+    cluster: str
+    cluster_profile: dict[str, Any] = Field(description="The resolved cluster profile.")
+    model_profile: dict[str, Any] = Field(description="The resolved model file.")
+    framework: str
+    precision: str
+    image: str | None
+    spec_decoding: Literal["none", "mtp", "draft_model", "ngram"]
+    multinode: bool
+    disagg: bool
+    router: dict[str, str] | None = Field(description="{name, version} of the router.")
+    kv_p2p_transfer: str | None
+    max_model_len: int = Field(gt=0, description="Context window served, in tokens.")
+    prefill: Parallelism | None
+    decode: Parallelism | None
+    aggregated: Parallelism | None
+    num_nodes: int = Field(ge=1)
+    handoff: HandoffSpec
+    acceptance: AcceptanceSpec
+    canary: CanarySpec
+    processes: tuple[ProcessSpec, ...]
+    points: tuple[PointSpec, ...]
+    versions: dict[str, str] = Field(description="Pinned component versions: engine and client packages.")
+    run: RunBinding | None = None
+
+    @property
+    def num_prefill_gpu(self) -> int:
+        """GPUs of all prefill workers; a CPU worker counts as one device, so per-device figures exist."""
+        return 0 if self.prefill is None else self.prefill.num_worker * self.prefill.gpus_per_worker
+
+    @property
+    def num_decode_gpu(self) -> int:
+        """GPUs of all decode (or aggregated) workers."""
+        worker = self.decode or self.aggregated
+        return 0 if worker is None else worker.num_worker * worker.gpus_per_worker
+
+    @property
+    def num_gpus(self) -> int:
+        """All devices that per-GPU figures divide by."""
+        return self.num_prefill_gpu + self.num_decode_gpu
+
+    def content(self) -> dict[str, Any]:
+        """What the fingerprint covers: everything but the fingerprint itself and run-only fields."""
+        return self.model_dump(mode="json", by_alias=True, exclude={"fingerprint", "run"})
+
+    def computed_fingerprint(self) -> str:
+        """sha256 (hex) of the canonical JSON of `content`."""
+        text = json.dumps(self.content(), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    def process(self, name: str) -> ProcessSpec:
+        """The process of that name; KeyError if the job has none."""
+        return {process.name: process for process in self.processes}[name]
+
+    def point(self, point_id: str) -> FixedSeqLenPoint | GsmEvalPoint:
+        """The point of that id; KeyError if the job has none."""
+        return {point.id: point for point in self.points}[point_id]
+
+    def resolve(self, text: str) -> str:
+        """Replaces every ``@reference@`` in ``text`` by its binding. Raises UnresolvedReference."""
+        bindings = self.run.bindings if self.run else {}
+
+        def value(match: re.Match[str]) -> str:
+            if match.group(1) not in bindings:
+                raise UnresolvedReference(f"@{match.group(1)}@ is not bound; known: {', '.join(sorted(bindings))}")
+            return bindings[match.group(1)]
+
+        return _REFERENCE.sub(value, text)
+
+    def router_url(self) -> str:
+        """http://host:port of the first router (or aggregated server), resolved."""
+        front = next(p for p in self.processes if p.role == ("router" if self.disagg else "aggregated"))
+        return self.resolve(f"http://@host:{front.name}@:@port:{front.name}:http@")
+
+    def job_dir(self) -> Path:
+        """Folder of this job: spec.json, events.jsonl, logs/, raw/, points/<id>/."""
+        if self.run is None:
+            raise UnresolvedReference("the job has no run yet")
+        return Path(self.run.run_dir) / self.run.job_id
+
+    def write(self, path: Path) -> None:
+        """Writes spec.json (kebab-case keys, sorted) whole or not at all."""
+        temporary = path.with_name(path.name + ".tmp")
+        temporary.write_text(json.dumps(self.model_dump(mode="json", by_alias=True), indent=1, sort_keys=True) + "\n")
+        temporary.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> JobSpec:
+        """Reads spec.json; raises pydantic.ValidationError on any key that is not in the schema."""
+        return cls.model_validate_json(path.read_text())
