@@ -1,0 +1,34 @@
+# make sweep and make test do all the set-up that a fresh machine needs. `make help` lists the rest.
+SHELL := /bin/bash
+PY := .venv/bin/python
+CONFIG ?= configs/local.yaml
+
+.PHONY: help setup sweep plan test lint bench lock clean
+.DEFAULT_GOAL := help
+
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+
+setup:  ## create .venv from requirements.lock (nothing to do the second time)
+	@scripts/setup.sh
+
+sweep: setup  ## run the matrix in CONFIG (default configs/local.yaml) and write results/latest
+	@$(PY) -m runners.sweep --config $(CONFIG)
+
+plan: setup  ## print every process the sweep would start, with its exact command line
+	@$(PY) -m runners.sweep --config $(CONFIG) --plan
+
+test: setup  ## all tests, with a real vLLM, Mooncake and aiperf
+	@$(PY) -m pytest tests
+
+lint: setup  ## ruff and mypy
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy
+
+bench: setup  ## performance ratios, each measured side by side in one run (JSON)
+	@$(PY) -m benchmarks.bench
+
+lock: setup  ## write requirements.lock from what is installed in .venv
+	@scripts/lock.sh
+
+clean:  ## remove the environment and caches; results stay
+	rm -rf .venv .cache build dist
