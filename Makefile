@@ -32,3 +32,10 @@ lock: setup  ## write requirements.lock from what is installed in .venv
 
 clean:  ## remove the environment and caches; results stay
 	rm -rf .venv .cache build dist
+
+.PHONY: slurm-up slurm-down
+slurm-up: setup  ## a real four-node Slurm on this machine (root); prints the SLURM_CONF to export
+	@$(PY) -m tests.slurm.cluster up
+
+slurm-down: setup  ## stop it and remove every trace
+	@$(PY) -m tests.slurm.cluster down
