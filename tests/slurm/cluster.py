@@ -1,9 +1,10 @@
 """A real Slurm with four nodes on one machine: `python -m tests.slurm.cluster up|down|kill NODE|revive NODE|status`.
 
-Every node has a network, host name, process space and /tmp of its own, so what works here only because two nodes share
-something fails here too. The folder `root` is the cluster's shared disk as far as Slurm's own files go; everything else on
-this machine's disk is shared as well. Needs root and Debian's packages (installed when missing). It edits /etc/hosts (lines
-that end in MARK, removed by `down`) and owns the bridge BRIDGE and the network 10.250.7.0/24, which exist on this machine only.
+Every node has a network, host name, process space and /tmp of its own, so what works only because two nodes share
+something fails here too. The folder `root` is the cluster's shared disk as far as Slurm's own files go; everything
+else on this machine's disk is shared as well. Needs root and Debian's packages (installed when missing). It edits
+/etc/hosts (lines that end in MARK, removed by `down`) and owns the bridge BRIDGE and the network 10.250.7.0/24, which
+exist on this machine only.
 """
 
 from __future__ import annotations
@@ -247,7 +248,8 @@ AccountingStorageType=accounting_storage/none
         )
         (self.root / "gres.conf").write_text(
             "".join(
-                f"NodeName={n} Name=gpu Type={n.rsplit('-', 1)[0]} File={self.root}/dev/gpu[0-{self.gpus_per_node - 1}]\n"
+                f"NodeName={n} Name=gpu Type={n.rsplit('-', 1)[0]} "
+                f"File={self.root}/dev/gpu[0-{self.gpus_per_node - 1}]\n"
                 for n in self.nodes
             )
         )
@@ -289,7 +291,8 @@ def main(argv: list[str]) -> int:
                 print(sh("sinfo", "-N", "-o", "%N %P %T %G %c %m"), end="")
             case _:
                 print(
-                    f"usage: python -m tests.slurm.cluster up|down|status|kill NODE|revive NODE (nodes: {', '.join(cluster.nodes)})",
+                    "usage: python -m tests.slurm.cluster up|down|status|kill NODE|revive NODE; "
+                    f"nodes: {', '.join(cluster.nodes)}",
                     file=sys.stderr,
                 )
                 return 64
