@@ -1,0 +1,227 @@
+"""Rows [start, end) of one request, out of one layer of vLLM's paged KV cache, as the wire's planes.
+
+Shape legend: B = blocks of the cache, N = tokens of a block, H = KV heads, D = head size, R = rows = end - start.
+A page is what a (block, head) owns. On the CPU the cache's shape [B, H, N, 2D] is nominal: what lies in a page's 2*N*D
+elements is up to the attention kernel ("isa"):
+
+    vec, vec16   K transposed [D, N], then V [N, D]
+    amx          K [N/16, D/2, 16 tokens, 2 dims], then V [D/16, N/2, 16 dims, 2 tokens]; bfloat16 only
+
+All three were verified against vLLM 0.32's own packing kernel. On a GPU the shape is real, whatever the strides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from serve.handoff.layout import KVLayout
+
+Planes = dict[str, torch.Tensor]
+
+
+class UnsupportedPagesError(ValueError):
+    """A cache of this shape, dtype or kernel cannot be read; raised when vLLM starts, never while it serves."""
+
+
+class PageReader(Protocol):
+    """Reads one layer's cache. Stateless; ``block_ids`` are the request's blocks from its first token on."""
+
+    def block_tokens(self, cache: torch.Tensor) -> int:
+        """Tokens of one block of this cache. Raises UnsupportedPagesError when the shape is not what it should be."""
+        ...
+
+    def read(self, cache: torch.Tensor, block_ids: Sequence[int], start: int, end: int) -> Planes:
+        """Plane name -> rows [R, *row_shape], contiguous, freshly copied. Raises ValueError when blocks are missing."""
+        ...
+
+
+@dataclass(frozen=True)
+class Span:
+    """Tokens [first, last) of block ``block_id``; they are the rows from ``row`` on of what is read."""
+
+    block_id: int
+    first: int
+    last: int
+    row: int
+
+
+def spans(block_ids: Sequence[int], start: int, end: int, block_size: int) -> Iterator[Span]:
+    """Where the tokens [start, end) of a request lie, in token order. Raises ValueError when blocks are missing."""
+    if not 0 <= start <= end:
+        raise ValueError(f"rows [{start}, {end}) are not a range of tokens")
+    if end > len(block_ids) * block_size:
+        raise ValueError(
+            f"rows [{start}, {end}) need more than the {len(block_ids)} blocks of {block_size} tokens known"
+        )
+    token = start
+    while token < end:
+        first = token % block_size
+        last = min(block_size, first + end - token)
+        yield Span(block_ids[token // block_size], first, last, token - start)
+        token += last - first
+
+
+@dataclass(frozen=True)
+class CpuPages:
+    """vLLM-CPU's grouped-query attention: cache [B, H, N, 2D], pages packed as the kernel ``isa`` wants them."""
+
+    isa: str
+    heads: int
+    dim: int
+
+    def __post_init__(self) -> None:
+        if self.isa not in ("vec", "vec16", "amx"):
+            raise UnsupportedPagesError(f"the page layout of the CPU attention kernel {self.isa!r} is not known here")
+
+    def block_tokens(self, cache: torch.Tensor) -> int:
+        if cache.dim() != 4 or cache.shape[1] != self.heads or cache.shape[3] != 2 * self.dim:
+            raise UnsupportedPagesError(
+                f"a CPU cache of shape {tuple(cache.shape)} does not hold {self.heads} KV heads of 2 x {self.dim}"
+            )
+        return cache.shape[2]
+
+    def read(self, cache: torch.Tensor, block_ids: Sequence[int], start: int, end: int) -> Planes:
+        block_tokens = self.block_tokens(cache)
+        unpack = _unpack_amx if self.isa == "amx" else _unpack_vec
+        k = cache.new_empty((end - start, self.heads, self.dim))
+        v = cache.new_empty((end - start, self.heads, self.dim))
+        for span in spans(block_ids, start, end, block_tokens):
+            page = cache[span.block_id].reshape(self.heads, -1)
+            k_page, v_page = unpack(page, block_tokens, self.dim)
+            rows = slice(span.row, span.row + span.last - span.first)
+            k[rows] = k_page[span.first : span.last]
+            v[rows] = v_page[span.first : span.last]
+        return {"k": k, "v": v}
+
+
+def _unpack_vec(page: torch.Tensor, block_size: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Views [N, H, D] of K and V in the pages [H, 2*N*D] of one block."""
+    half = block_size * dim
+    k = page[:, :half].view(-1, dim, block_size).permute(2, 0, 1)
+    v = page[:, half:].view(-1, block_size, dim).permute(1, 0, 2)
+    return k, v
+
+
+def _unpack_amx(page: torch.Tensor, block_size: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V [N, H, D] of the pages [H, 2*N*D] of one block; copies, since no stride describes the tiles."""
+    half = block_size * dim
+    k = page[:, :half].view(-1, block_size // 16, dim // 2, 16, 2).permute(1, 3, 0, 2, 4)
+    v = page[:, half:].view(-1, dim // 16, block_size // 2, 16, 2).permute(2, 4, 0, 1, 3)
+    return k.reshape(block_size, -1, dim), v.reshape(block_size, -1, dim)
+
+
+@dataclass(frozen=True)
+class GpuPages:
+    """Plain pages: [B, H, N, 2D] (vLLM 0.32 on), or [2, B, N, H, D] / [B, 2, N, H, D] and their HND transposes.
+
+    Strides are free, so NHD and HND memory orders read alike; in the 5-D shapes the axis of ``heads`` entries is H, and
+    N comes first where both would fit. Written from vLLM's sources; not run on a GPU yet.
+    """
+
+    heads: int
+
+    def block_tokens(self, cache: torch.Tensor) -> int:
+        return self._split(cache)[0].shape[1]
+
+    def read(self, cache: torch.Tensor, block_ids: Sequence[int], start: int, end: int) -> Planes:
+        k, v = self._split(cache)
+        return {"k": _gather(k, block_ids, start, end), "v": _gather(v, block_ids, start, end)}
+
+    def _split(self, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Views [B, N, H, D] of K and V."""
+        if cache.dim() == 4:
+            k, v = (half.transpose(1, 2) for half in cache.chunk(2, dim=-1))
+        elif cache.dim() == 5 and 2 in cache.shape[:2]:
+            # FlashInfer keeps the pair behind the block; a cache of two blocks would be ambiguous, and is no cache.
+            k, v = cache.unbind(0 if cache.shape[0] == 2 else 1)
+            if k.shape[2] != self.heads:
+                k, v = k.transpose(1, 2), v.transpose(1, 2)
+        else:
+            raise UnsupportedPagesError(f"a KV cache of shape {tuple(cache.shape)} is not known here")
+        if k.shape[2] != self.heads:
+            raise UnsupportedPagesError(f"a KV cache of shape {tuple(cache.shape)} does not hold {self.heads} KV heads")
+        return k, v
+
+
+@dataclass(frozen=True)
+class MlaPages:
+    """MLA on CPU and GPU: cache [B, N, latent + rope] or [B, 1, N, latent + rope], plain rows.
+
+    Rotary pairs stay as vLLM keeps them (side by side in models with interleaved rope); the layout's ``rope`` says so.
+    """
+
+    latent: int
+    rope: int
+
+    def block_tokens(self, cache: torch.Tensor) -> int:
+        return self._rows(cache).shape[1]
+
+    def read(self, cache: torch.Tensor, block_ids: Sequence[int], start: int, end: int) -> Planes:
+        rows = _gather(self._rows(cache), block_ids, start, end)
+        return {"latent": rows[:, : self.latent].contiguous(), "rope": rows[:, self.latent :].contiguous()}
+
+    def _rows(self, cache: torch.Tensor) -> torch.Tensor:
+        """View [B, N, latent + rope]."""
+        if cache.dim() == 4 and cache.shape[1] == 1:
+            cache = cache.squeeze(1)
+        if cache.dim() != 3 or cache.shape[-1] != self.latent + self.rope:
+            raise UnsupportedPagesError(
+                f"an MLA cache of shape {tuple(cache.shape)} does not hold rows of {self.latent} + {self.rope} elements"
+            )
+        return cache
+
+
+def page_reader(layout: KVLayout, cache: torch.Tensor, isa: str | None) -> PageReader:
+    """The reader for one layer's cache; ``isa`` is the attention layer's CPU kernel, None where it has none.
+
+    Raises UnsupportedPagesError when the cache's dtype or shape is not what the layout says, or is not known here.
+    """
+    names = {plane.name for plane in layout.planes}
+    dtype = str(cache.dtype).removeprefix("torch.")
+    expected = {plane.dtype for plane in layout.planes}
+    if expected != {dtype}:
+        raise UnsupportedPagesError(
+            f"vLLM keeps its KV cache in {dtype}, the hand-off's layout says {', '.join(sorted(expected))}: "
+            "make vLLM's --dtype and --kv-cache-dtype agree with the connector's kv_dtype"
+        )
+    reader: PageReader
+    if names == {"latent", "rope"}:
+        reader = MlaPages(layout.plane("latent").row_shape[0], layout.plane("rope").row_shape[0])
+    elif names == {"k", "v"} and cache.device.type == "cpu":
+        reader = CpuPages(isa or "(none named)", *layout.plane("k").row_shape)
+    elif names == {"k", "v"}:
+        reader = GpuPages(layout.plane("k").row_shape[0])
+    else:
+        raise UnsupportedPagesError(f"no cache reader yields the planes {', '.join(sorted(names))}")
+    reader.block_tokens(cache)
+    return reader
+
+
+def _gather(cache: torch.Tensor, block_ids: Sequence[int], start: int, end: int) -> torch.Tensor:
+    """Rows [R, ...] of a cache whose first two axes are block and token."""
+    block_size = cache.shape[1]
+    needed = [span.block_id for span in spans(block_ids, start, end, block_size)]
+    if not needed:
+        return cache.new_empty((0, *cache.shape[2:]))
+    pages = cache.index_select(0, torch.tensor(needed, device=cache.device))
+    first = start % block_size
+    return pages.flatten(0, 1)[first : first + end - start].contiguous()
+
+
+def kernel_block_ids(block_ids: Sequence[int], manager_block_size: int, cache_block_size: int) -> Sequence[int]:
+    """Ids in units of the cache's blocks, where vLLM's manager hands out blocks that are a multiple of them.
+
+    Raises UnsupportedPagesError when it is no multiple.
+    """
+    if manager_block_size == cache_block_size:
+        return block_ids
+    ratio, rest = divmod(manager_block_size, cache_block_size)
+    if rest or ratio < 1:
+        raise UnsupportedPagesError(
+            f"blocks of {manager_block_size} tokens do not divide into cache blocks of {cache_block_size}"
+        )
+    return [block_id * ratio + part for block_id in block_ids for part in range(ratio)]

@@ -1,0 +1,255 @@
+"""The scheduler half of the vLLM connector: which rows of which hand-off each engine step must stage.
+
+It sees vLLM's requests and scheduler outputs only by the attributes it reads, so it runs without vLLM in tests. It
+runs inside the engine core's loop: everything here is bookkeeping, nothing blocks.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from serve.handoff.protocol import HandoffCode, HandoffError
+
+MAX_ID_CHARS = 256
+
+
+@dataclass(frozen=True)
+class HandoffParams:
+    """A request's ``kv_transfer_params``, validated."""
+
+    handoff_id: str
+    request_id: str
+    decode_control: str
+    deadline_s: float
+
+    @classmethod
+    def parse(cls, raw: object, max_deadline_s: float) -> HandoffParams | None:
+        """None when the request asks for no hand-off. Raises HandoffError(protocol_error) naming the bad field."""
+        if raw is None or raw == {}:
+            return None
+        if not isinstance(raw, dict):
+            raise _malformed(f"kv_transfer_params must be an object, got {type(raw).__name__}")
+        handoff_id, request_id, control = (_text(raw, name) for name in ("handoff_id", "request_id", "decode_control"))
+        host, _, port = control.rpartition(":")
+        if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
+            raise _malformed(f"kv_transfer_params.decode_control must be host:port, got {control!r}")
+        deadline_s = raw.get("deadline_s", max_deadline_s)
+        if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or not 0 < deadline_s < math.inf:
+            raise _malformed(f"kv_transfer_params.deadline_s must be a positive number of seconds, got {deadline_s!r}")
+        return cls(handoff_id, request_id, control, min(float(deadline_s), max_deadline_s))
+
+
+def _text(raw: dict[str, Any], name: str) -> str:
+    value = raw.get(name)
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_ID_CHARS:
+        raise _malformed(f"kv_transfer_params.{name} must be a string of 1 to {MAX_ID_CHARS} characters")
+    return value
+
+
+def _malformed(message: str) -> HandoffError:
+    return HandoffError(HandoffCode.PROTOCOL_ERROR, message)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows [start, end) of a hand-off that exist once this step has run. ``block_ids`` per KV cache group."""
+
+    params: HandoffParams
+    total_tokens: int
+    start: int
+    end: int
+    block_ids: tuple[tuple[int, ...], ...]
+    queue_ms: float | None
+
+    @property
+    def is_first(self) -> bool:
+        return self.start == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.end == self.total_tokens
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A hand-off that never reached the worker, or must be given up there."""
+
+    handoff_id: str | None
+    request_id: str | None
+    code: HandoffCode
+    reason: str
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """What the workers do in one engine step; travels to them pickled."""
+
+    chunks: tuple[Chunk, ...] = ()
+    aborts: tuple[Failure, ...] = ()
+    rejects: tuple[Failure, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.chunks or self.aborts or self.rejects)
+
+
+@dataclass
+class _Tracked:
+    """One vLLM request with a hand-off."""
+
+    params: HandoffParams
+    total_tokens: int
+    arrived_s: float
+    block_ids: list[list[int]] = field(default_factory=list)
+    first_scheduled_s: float | None = None
+    planned_tokens: int = 0
+
+    @property
+    def complete(self) -> bool:
+        return self.planned_tokens == self.total_tokens
+
+
+class HandoffPlanner:
+    """Follows every request from arrival to its end. ``max_deadline_s`` caps what a request asks for."""
+
+    def __init__(self, max_deadline_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._max_deadline_s = max_deadline_s
+        self._clock = clock
+        self._tracked: dict[str, _Tracked] = {}
+        self._failed: dict[str, Failure] = {}
+        self._handoff_ids: set[str] = set()
+        self._rejects: list[Failure] = []
+        self._aborts: list[Failure] = []
+
+    def track(self, request: Any) -> None:
+        """Takes note of a vLLM request; a second call for the same one does nothing. Bad parameters never raise."""
+        key = request.request_id
+        if key in self._tracked or key in self._failed:
+            return
+        raw = getattr(request, "kv_transfer_params", None)
+        try:
+            params = HandoffParams.parse(raw, self._max_deadline_s)
+            if params is None:
+                return
+            if params.handoff_id in self._handoff_ids:
+                raise HandoffError(HandoffCode.DUPLICATE_HANDOFF, f"hand-off {params.handoff_id} is already under way")
+        except HandoffError as error:
+            failure = Failure(_echo(raw, "handoff_id"), _echo(raw, "request_id"), error.code, error.message)
+            self._failed[key] = failure
+            self._rejects.append(failure)
+            return
+        self._handoff_ids.add(params.handoff_id)
+        self._tracked[key] = _Tracked(params, request.num_prompt_tokens, self._clock())
+
+    def plan(self, scheduler_output: Any) -> StepPlan:
+        """The rows that become available in this step, from vLLM's SchedulerOutput (read only)."""
+        chunks = []
+        scheduled = scheduler_output.num_scheduled_tokens
+        for new in scheduler_output.scheduled_new_reqs:
+            tracked = self._tracked.get(new.req_id)
+            if tracked is not None:
+                tracked.block_ids = [list(group) for group in new.block_ids]
+                chunks.append(self._advance(tracked, new.num_computed_tokens + scheduled.get(new.req_id, 0)))
+        cached = scheduler_output.scheduled_cached_reqs
+        for index, key in enumerate(cached.req_ids):
+            tracked = self._tracked.get(key)
+            if tracked is not None:
+                _take_blocks(tracked, cached.new_block_ids[index], resumed=_is_resumed(cached, index))
+                chunks.append(self._advance(tracked, cached.num_computed_tokens[index] + scheduled.get(key, 0)))
+        aborts, self._aborts = self._aborts, []
+        rejects, self._rejects = self._rejects, []
+        return StepPlan(tuple(chunk for chunk in chunks if chunk is not None), tuple(aborts), tuple(rejects))
+
+    def _advance(self, tracked: _Tracked, computed_tokens: int) -> Chunk | None:
+        """The chunk up to ``computed_tokens``; rows of a prefix-cache hit come with the first one.
+
+        Rows computed again after a preemption are not sent again: the same tokens give the same rows.
+        """
+        if tracked.first_scheduled_s is None:
+            tracked.first_scheduled_s = self._clock()
+        start, end = tracked.planned_tokens, min(computed_tokens, tracked.total_tokens)
+        if end <= start:
+            return None
+        tracked.planned_tokens = end
+        return Chunk(
+            params=tracked.params,
+            total_tokens=tracked.total_tokens,
+            start=start,
+            end=end,
+            block_ids=tuple(tuple(group) for group in tracked.block_ids),
+            queue_ms=(tracked.first_scheduled_s - tracked.arrived_s) * 1e3,
+        )
+
+    def finished(self, request: Any) -> dict[str, Any] | None:
+        """Forgets a request that ended; the dict is the answer's ``kv_transfer_params``, None without a hand-off.
+
+        ``handoff`` is "sent" when every row was staged (the commit may still be under way, and may still fail: the
+        decode server has the last word), "aborted" when the request ended before, "failed" with ``code`` and
+        ``message`` when its parameters were refused.
+        """
+        failure = self._failed.pop(request.request_id, None)
+        if failure is not None:
+            return {
+                "handoff_id": failure.handoff_id,
+                "handoff": "failed",
+                "code": failure.code.value,
+                "message": failure.reason,
+            }
+        tracked = self._tracked.pop(request.request_id, None)
+        if tracked is None:
+            return None
+        params = tracked.params
+        self._handoff_ids.discard(params.handoff_id)
+        status = getattr(request.status, "name", str(request.status))
+        # A request that was aborted after its last chunk has no client any more: nobody would take the slot.
+        if tracked.complete and status != "FINISHED_ABORTED":
+            return {"handoff_id": params.handoff_id, "handoff": "sent"}
+        reason = f"the prefill of request {params.request_id} ended early ({status})"
+        if tracked.planned_tokens:
+            self._aborts.append(Failure(params.handoff_id, params.request_id, HandoffCode.ABORTED, reason))
+        else:
+            self._rejects.append(Failure(params.handoff_id, params.request_id, HandoffCode.ABORTED, reason))
+        return {"handoff_id": params.handoff_id, "handoff": "aborted"}
+
+    def give_up(self, reason: str) -> None:
+        """Fails every hand-off that is not complete: after an error in here it is unknown what they still miss."""
+        for key, tracked in list(self._tracked.items()):
+            if tracked.complete:
+                continue
+            del self._tracked[key]
+            params = tracked.params
+            self._handoff_ids.discard(params.handoff_id)
+            failure = Failure(params.handoff_id, params.request_id, HandoffCode.ABORTED, reason)
+            self._failed[key] = failure
+            (self._aborts if tracked.planned_tokens else self._rejects).append(failure)
+
+    @property
+    def live(self) -> int:
+        """Requests with a hand-off that have not ended."""
+        return len(self._tracked)
+
+
+def _echo(raw: object, name: str) -> str | None:
+    """The field as sent when it is fit to be shown in an answer or a log."""
+    value = raw.get(name) if isinstance(raw, dict) else None
+    return value if isinstance(value, str) and len(value) <= MAX_ID_CHARS else None
+
+
+def _is_resumed(cached: Any, index: int) -> bool:
+    """Whether a cached request comes back from preemption, so that its block ids replace the old ones."""
+    resumed_ids = getattr(cached, "resumed_req_ids", None)
+    if resumed_ids is not None:
+        return cached.req_ids[index] in resumed_ids
+    # vLLM before resumed_req_ids had a list of flags.
+    return bool(cached.resumed_from_preemption[index])
+
+
+def _take_blocks(tracked: _Tracked, new_block_ids: Sequence[Sequence[int]] | None, *, resumed: bool) -> None:
+    if resumed:
+        tracked.block_ids = [list(group) for group in new_block_ids or ()]
+        return
+    for known, new in zip(tracked.block_ids, new_block_ids or (), strict=False):
+        known.extend(new)
