@@ -1,0 +1,126 @@
+"""Fixed-sequence-length throughput: one concurrency through the router, measured by aiperf, judged from its records.
+
+    python -m benchmarks.fixed_seq_len --spec spec.json --point ID [--url URL] [--model-dir DIR] [--out DIR]
+
+`measure` leaves everything it saw under raw/; `assemble` makes the result from raw/ alone, at any later time.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks import servers, stages
+from benchmarks.client import ClientRun, read_aggregate, run_aiperf
+from benchmarks.dataset import DatasetError, build_dataset, load_tokenizer, prompt_tokens, read_manifest
+from benchmarks.point import (
+    EXIT_INFRASTRUCTURE,
+    EXIT_INTERRUPTED,
+    EXIT_USAGE,
+    PointResult,
+    PointTask,
+    UsageError,
+    artifacts,
+    finish,
+    parse_task,
+)
+from benchmarks.records import RequestRecord, read_records
+from benchmarks.result import throughput_row
+from benchmarks.verdict import judge_fixed_seq_len
+from configs.job import FixedSeqLenPoint, JobSpec
+
+
+def measure(task: PointTask, point: FixedSeqLenPoint) -> None:
+    """Runs the client against ``task.url`` and leaves raw/ complete. Raises DatasetError, UsageError, OSError."""
+    if task.model_dir is None:
+        raise UsageError("the spec is not bound to a staged model, give --model-dir")
+    raw = task.raw_dir
+    raw.mkdir(parents=True, exist_ok=True)
+    tokenizer = load_tokenizer(task.model_dir)
+    requests = build_dataset(point, tokenizer)
+    before = servers.start_times(task.url)
+    run_aiperf(point, requests, url=task.url, model_id=task.spec.model_id, tokenizer_dir=task.model_dir, raw_dir=raw)
+    after = servers.start_times(task.url)
+    template_tokens = prompt_tokens(tokenizer, "")
+    context = {"url": task.url, "template_tokens": template_tokens, "before": before, "after": after}
+    (raw / "servers.json").write_text(json.dumps(context, indent=1) + "\n")
+    answered = [record.request_id for record in _records(raw) if record.ok]
+    stages.write_records(stages.collect(stages.stage_logs(task.spec), answered), raw / "stages")
+
+
+def assemble(spec: JobSpec, point: FixedSeqLenPoint, out: Path) -> PointResult:
+    """The result from ``out``/raw. Raises OSError or ValueError when raw/ is not that of a finished client run."""
+    raw = out / "raw"
+    run = ClientRun.read(raw / "client.json")
+    context: dict[str, Any] = json.loads((raw / "servers.json").read_text())
+    records = _records(raw)
+    found = stages.read_records(raw / "stages")
+    report = stages.join(records, found) if found else None
+    verdict = judge_fixed_seq_len(
+        point,
+        records,
+        run,
+        stages=report,
+        restarted=servers.restarted(context["before"], context["after"]),
+        template_tokens=int(context["template_tokens"]),
+    )
+    row = throughput_row(
+        spec,
+        point,
+        records,
+        versions={"aiperf": run.version},
+        acceptance=None if report is None else report.acceptance,
+        handoff_bytes=None if report is None else report.bytes_moved,
+    )
+    return PointResult(
+        point=point.id,
+        scenario=point.scenario,
+        fingerprint=spec.fingerprint or spec.computed_fingerprint(),
+        key=spec.key,
+        verdict=verdict,
+        row=row.flat(),
+        stages={} if report is None else report.as_dict(),
+        client={
+            **run.model_dump(mode="json", exclude={"started_at", "ended_at"}),
+            "url": context["url"],
+            "servers": context["after"],
+            "errors": read_aggregate(raw).get("error_summary") or [],
+        },
+        artifacts=artifacts(out),
+        started_at=run.started_at,
+        ended_at=run.ended_at,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command line; returns the exit status (0 valid, 1 invalid, 64 usage, 75 infrastructure, 130 interrupted)."""
+    try:
+        task, point = parse_task("benchmarks.fixed_seq_len", "Measures one fixed-seq-len point.", argv)
+        if not isinstance(point, FixedSeqLenPoint):
+            raise UsageError(f"--point {point.id} is a {point.scenario} point, see python -m benchmarks.gsm8k")
+        measure(task, point)
+        return finish(assemble(task.spec, point, task.out), task)
+    except (UsageError, DatasetError) as error:
+        print(f"fixed_seq_len: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except OSError as error:
+        print(f"fixed_seq_len: {error}", file=sys.stderr)
+        return EXIT_INFRASTRUCTURE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _records(raw: Path) -> list[RequestRecord]:
+    """Measured requests; none when the client died before it wrote the export."""
+    export = raw / "aiperf" / "profile_export.jsonl"
+    if not export.is_file():
+        return []
+    asked = read_manifest(raw / "requests.jsonl")
+    return read_records(export, raw_export=export.with_name("profile_export_raw.jsonl"), asked=asked)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
