@@ -1,0 +1,206 @@
+"""Starts a process of a job on this node, under a warden, and says how it ended."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import json
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from configs.job import JobSpec, ProcessSpec, UnresolvedReference
+from runners import warden
+from runners.outcome import JobCode, JobFailure, log_tail
+
+# What a process may inherit: who and where it is, and the standard names of this field. Everything else is in the spec.
+INHERITED = frozenset(
+    {
+        *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "TMPDIR", "LD_LIBRARY_PATH"),
+        *("HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy"),
+        *("SSL_CERT_FILE", "SSL_CERT_DIR", "HF_HOME", "HF_TOKEN", "HF_ENDPOINT", "HF_HUB_OFFLINE"),
+        *("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "NO_COLOR"),
+    }
+)
+INHERITED_PREFIXES = ("SLURM_",)
+START_TIMEOUT_S = 30.0
+# The tree is killed KILL_DEADLINE_S after the grace at the latest; past that the warden itself is at fault.
+STOP_MARGIN_S = warden.LEFTOVER_GRACE_S + warden.KILL_DEADLINE_S + 5.0
+
+
+@dataclass(frozen=True)
+class Exit:
+    """The end of a process. ``returncode`` is negative for a signal and None when its warden died first."""
+
+    returncode: int | None
+    at_s: float
+
+    def describe(self) -> str:
+        """``exited with status 3`` or ``was killed by SIGKILL``."""
+        if self.returncode is None:
+            return "was lost together with its warden"
+        if self.returncode < 0:
+            return f"was killed by {signal_name(-self.returncode)}"
+        return f"exited with status {self.returncode}"
+
+
+def signal_name(number: int) -> str:
+    """``SIGKILL`` for 9; ``signal 40`` where there is no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+class Running:
+    """A started process. `exited` resolves the moment it ends, `gone` when its whole tree has."""
+
+    def __init__(self, name: str, pid: int, log: Path, grace_s: float, keeper: asyncio.subprocess.Process) -> None:
+        self.name = name
+        self.pid = pid
+        self.log = log
+        self.left: list[int] = []
+        self._grace_s = grace_s
+        self._keeper = keeper
+        self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+        self.gone = asyncio.create_task(self._follow(), name=f"warden of {name}")
+
+    @property
+    def keeper_pid(self) -> int:
+        """The warden's own pid."""
+        return self._keeper.pid
+
+    async def _follow(self) -> None:
+        assert self._keeper.stdout is not None
+        async for line in self._keeper.stdout:
+            record = json.loads(line)
+            if "exited" in record:
+                self.exited.set_result(Exit(record["exited"], record["at_s"]))
+            elif "gone" in record:
+                self.left = record["left"]
+        await self._keeper.wait()
+        if not self.exited.done():
+            self.exited.set_result(Exit(None, time.monotonic()))
+
+    def order(self, word: str) -> None:
+        """``stop`` (TERM, then KILL after the grace) or ``kill``; a warden that is gone needs no orders."""
+        stdin = self._keeper.stdin
+        if stdin is not None and not stdin.is_closing():
+            with contextlib.suppress(ConnectionError):
+                stdin.write(word.encode() + b"\n")
+
+    async def stop(self, word: str = "stop") -> None:
+        """Ends the process and everything it started; returns when they are gone."""
+        self.order(word)
+        done, _ = await asyncio.wait({self.gone}, timeout=self._grace_s + STOP_MARGIN_S)
+        if not done:
+            with contextlib.suppress(ProcessLookupError):
+                self._keeper.kill()
+            await self.gone
+
+    def tail(self) -> tuple[str, ...]:
+        """The last lines of its log."""
+        return log_tail(self.log)
+
+
+def clean_environment(extra: Mapping[str, str], inherited: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """Only standard names from here, plus what the spec says."""
+    kept = {
+        name: value for name, value in inherited.items() if name in INHERITED or name.startswith(INHERITED_PREFIXES)
+    }
+    return kept | dict(extra)
+
+
+async def start(
+    name: str, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Path, grace_s: float = 5.0
+) -> Running:
+    """Starts ``argv`` under a warden; returns when it has been executed. Raises JobFailure(START_FAILED)."""
+    keeper = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-I", "-S", warden.__file__),
+        *("--log", str(log), "--cwd", str(cwd), "--grace-s", str(grace_s), "--", *argv),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        env=dict(env),
+        start_new_session=True,
+    )
+    assert keeper.stdout is not None
+    try:
+        async with asyncio.timeout(START_TIMEOUT_S):
+            line = await keeper.stdout.readline()
+    except BaseException:
+        # Closing the lifeline, not a signal, is what makes the warden end what it may have started by now.
+        assert keeper.stdin is not None
+        keeper.stdin.close()
+        await keeper.wait()
+        raise
+    record: dict[str, Any] = json.loads(line) if line else {"error": "its warden ended before it could start it"}
+    if "error" in record:
+        await keeper.wait()
+        raise JobFailure(JobCode.START_FAILED, f"{name}: cannot start {record['error']}", process=name, log=log)
+    return Running(name, int(record["started"]), log, grace_s, keeper)
+
+
+async def start_role(spec: JobSpec, process: ProcessSpec, *, grace_s: float = 5.0) -> Running:
+    """Resolves a ProcessSpec and starts it. Raises JobFailure (PORT_TAKEN, START_FAILED)."""
+    try:
+        argv = [spec.resolve(argument) for argument in process.argv]
+        env = {key: spec.resolve(value) for key, value in process.env.items()}
+        cwd, log = Path(spec.resolve(process.cwd)), Path(spec.resolve(process.log))
+        host = spec.resolve(f"@host:{process.name}@")
+        ports = {port: int(spec.resolve(f"@port:{process.name}:{port}@")) for port in process.ports}
+    except UnresolvedReference as error:
+        raise JobFailure(JobCode.START_FAILED, f"{process.name}: {error.args[0]}", process=process.name) from error
+    for port_name, port in ports.items():
+        if problem := port_problem(host, port):
+            raise JobFailure(
+                JobCode.PORT_TAKEN,
+                f"{process.name}: its {port_name} port {host}:{port} {problem}",
+                process=process.name,
+            )
+    return await start(process.name, argv, env=clean_environment(env), cwd=cwd, log=log, grace_s=grace_s)
+
+
+def port_problem(host: str, port: int) -> str | None:
+    """Why a server could not listen at host:port now, with the holder where /proc tells; None when it could."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers do: TIME_WAIT is no obstacle
+        try:
+            probe.bind((host, port))
+            probe.listen(1)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                return f"cannot be bound: {error.strerror}"
+            holder = port_holder(port)
+            return f"is taken by {holder}; stop it or choose other ports" if holder else "is taken by another process"
+    return None
+
+
+def port_holder(port: int) -> str | None:
+    """``pid 123 (command line)`` of the process that listens on a TCP port of this node, if /proc shows it."""
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with contextlib.suppress(OSError):
+            for row in Path(table).read_text().splitlines()[1:]:
+                fields = row.split()
+                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                    inodes.add(f"socket:[{fields[9]}]")
+    for pid in warden.parents() if inodes else ():
+        with contextlib.suppress(OSError):
+            for descriptor in os.scandir(f"/proc/{pid}/fd"):
+                if str(Path(descriptor.path).readlink()) in inodes:
+                    return f"pid {pid} ({redacted(warden.command_name(pid))})"
+    return None
+
+
+def redacted(command: str) -> str:
+    """A command line without the values of options that look like secrets."""
+    return re.sub(r"(?i)(--?[\w-]*(?:token|key|password|secret)[\w-]*[= ])\S+", r"\1***", command)

@@ -1,0 +1,154 @@
+"""The serving processes of a job: started in order, watched, proved ready, stopped in reverse order."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Callable
+
+import aiohttp
+
+from configs.job import JobSpec, ProcessSpec
+from runners import launch, warden
+from runners.events import EventLog
+from runners.outcome import JobCode, JobFailure
+
+START_ORDER = ("decode", "aggregated", "prefill", "router")
+ROLE_GRACE_S = 8.0  # vLLM on a CPU takes 3 s from SIGTERM
+PROBE_S = 0.1
+PROBE_TIMEOUT_S = 10.0
+SETTLE_S = 0.2  # roles that die together are told apart by their own clocks, not by which report came first
+PORT_RELEASE_S = 5.0
+KILL_S = 5.0
+
+
+class Roles:
+    """All role processes of one job on this node. ``on_death`` is called with the name of every role that ends."""
+
+    def __init__(self, spec: JobSpec, events: EventLog, on_death: Callable[[str], None]) -> None:
+        self._spec = spec
+        self._events = events
+        self._on_death = on_death
+        self._running: dict[str, launch.Running] = {}
+        self._ordered = sorted(spec.processes, key=lambda process: START_ORDER.index(process.role))
+
+    async def start(self) -> None:
+        """Starts all, decode first and the router last, without waiting for one to be ready. Raises JobFailure."""
+        for process in self._ordered:
+            role = await launch.start_role(self._spec, process, grace_s=ROLE_GRACE_S)
+            self._running[process.name] = role
+            role.exited.add_done_callback(lambda _, name=process.name: self._on_death(name))  # type: ignore[misc]
+            self._events.write(
+                "launch",
+                what="process",
+                name=process.name,
+                role=process.role,
+                pid=role.pid,
+                keeper=role.keeper_pid,
+                node=process.node,
+                log=str(role.log),
+                ports={name: port for name, (_, port) in self._addresses(process).items()},
+            )
+
+    async def wait_ready(self) -> None:
+        """Returns when every role answers its readiness path. Raises JobFailure(NOT_READY) at the first deadline."""
+        waits = [asyncio.create_task(self._wait_one(process)) for process in self._ordered]
+        try:
+            await asyncio.gather(*waits)
+        finally:
+            for wait in waits:
+                wait.cancel()
+
+    async def check(self) -> None:
+        """Raises JobFailure(ROLE_UNRESPONSIVE) naming the first role that no longer answers."""
+        for process in self._ordered:
+            if reason := await self._probe(process, PROBE_TIMEOUT_S):
+                raise JobFailure(
+                    JobCode.ROLE_UNRESPONSIVE,
+                    f"{process.name} no longer answers: {reason}",
+                    process=process.name,
+                    log=self._running[process.name].log,
+                )
+
+    async def first_death(self) -> JobFailure | None:
+        """The role that died first, by the wardens' clocks, or None while all live."""
+        exits = [role.exited for role in self._running.values()]
+        if exits:
+            await asyncio.wait(exits, timeout=SETTLE_S, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(exits, timeout=SETTLE_S)
+        dead = [(role.exited.result(), role) for role in self._running.values() if role.exited.done()]
+        if not dead:
+            return None
+        ended, role = min(dead, key=lambda item: item[0].at_s)
+        return JobFailure(
+            JobCode.ROLE_DIED,
+            f"{role.name} {ended.describe()} while it was needed",
+            process=role.name,
+            exit_code=ended.returncode,
+            log=role.log,
+        )
+
+    async def stop(self) -> list[str]:
+        """Stops all, the router first, whatever their state. Returns what is left: processes and ports."""
+        for role in reversed(START_ORDER):
+            names = [process.name for process in self._ordered if process.role == role]
+            await asyncio.gather(*(self._running[name].stop() for name in names if name in self._running))
+        left = [f"pid {pid} of {role.name}" for role in self._running.values() for pid in role.left]
+        left += [f"pid {pid} of a lost warden" for pid in await kill_descendants(KILL_S)]
+        for process in self._ordered:
+            if process.name in self._running:
+                for name, (host, port) in self._addresses(process).items():
+                    if problem := await _released(host, port):
+                        left.append(f"{name} port {host}:{port} of {process.name} {problem}")
+        return left
+
+    async def _wait_one(self, process: ProcessSpec) -> None:
+        deadline = time.monotonic() + process.readiness.timeout_s
+        while reason := await self._probe(process, deadline - time.monotonic()):
+            if time.monotonic() >= deadline:
+                raise JobFailure(
+                    JobCode.NOT_READY,
+                    f"{process.name} was not ready {process.readiness.timeout_s:g} s after its start: {reason}",
+                    process=process.name,
+                    log=self._running[process.name].log,
+                )
+            await asyncio.sleep(PROBE_S)
+        self._events.write("stage", name="ready", state="progress", process=process.name)
+
+    async def _probe(self, process: ProcessSpec, timeout_s: float) -> str | None:
+        """None when the readiness path answers 200, else why it does not."""
+        host, port = self._addresses(process)[process.readiness.port]
+        url = f"http://{host}:{port}{process.readiness.path}"
+        timeout = aiohttp.ClientTimeout(total=max(0.1, min(PROBE_TIMEOUT_S, timeout_s)))
+        try:
+            async with aiohttp.ClientSession(timeout=timeout) as session, session.get(url) as response:
+                return None if response.status == 200 else f"{url} answers HTTP {response.status}"
+        except TimeoutError:
+            return f"{url} accepts the connection but does not answer"
+        except aiohttp.ClientError as error:
+            return f"{url}: {error}"
+
+    def _addresses(self, process: ProcessSpec) -> dict[str, tuple[str, int]]:
+        host = self._spec.resolve(f"@host:{process.name}@")
+        return {port: (host, int(self._spec.resolve(f"@port:{process.name}:{port}@"))) for port in process.ports}
+
+
+async def kill_descendants(deadline_s: float) -> list[int]:
+    """Kills whatever is still below this process; only a killed warden leaves anything. Returns what would not die."""
+    deadline = time.monotonic() + deadline_s
+    while (left := warden.descendants(os.getpid())) and time.monotonic() < deadline:
+        for pid in left:
+            warden.send(pid, 9)
+        await asyncio.sleep(PROBE_S)
+    return left
+
+
+async def _released(host: str, port: int) -> str | None:
+    """None as soon as the port can be bound again, else why it cannot at the deadline."""
+    deadline = time.monotonic() + PORT_RELEASE_S
+    while problem := launch.port_problem(host, port):
+        if time.monotonic() >= deadline:
+            return problem
+        await asyncio.sleep(PROBE_S)
+    return None

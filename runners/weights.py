@@ -1,0 +1,185 @@
+"""Staging: the model's weights become a complete checkpoint folder on this node, or the job says what is missing.
+
+Conversion runs in a process of its own (this package never imports torch) and is atomic and locked there; what counts
+here is the result, which is checked every time before an engine may open it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import importlib.metadata
+import json
+import struct
+import sys
+from pathlib import Path
+from typing import Any
+
+from configs.job import JobSpec
+from configs.model import Architecture, Model, PathWeights, PypiWheelWeights
+from runners import launch
+from runners.outcome import JobCode, JobFailure, log_tail
+
+TIMEOUT_S = 1800.0
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
+AGAIN = "fetch or convert the checkpoint again"
+MAX_HEADER_BYTES = 100 << 20  # the safetensors format's own limit
+_CONFIG_KEYS = {
+    "layers": "num_hidden_layers",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
+    "vocab_size": "vocab_size",
+}
+
+
+class WeightsError(JobFailure):
+    """The weights cannot be staged; the message says what is missing, where, and what to do."""
+
+    def __init__(self, message: str, *, log: Path | None = None) -> None:
+        super().__init__(JobCode.STAGING_FAILED, message, process="weights", log=log)
+
+
+async def stage(spec: JobSpec) -> Path:
+    """Makes ``@model@`` a complete checkpoint of the spec's model and returns it. Raises WeightsError."""
+    model = Model.model_validate(spec.model_profile)
+    target = Path(spec.resolve("@model@"))
+    if model.weights.format == "gguf":
+        source = await asyncio.to_thread(gguf_source, model)
+        dtype = model.weights.converted_dtype
+        if dtype is None:
+            raise WeightsError(f"model {model.name}: a GGUF file needs weights.converted-dtype")
+        await _convert(spec, source, target, dtype)
+    await asyncio.to_thread(check_manifest, target, model.architecture)
+    return target
+
+
+def gguf_source(model: Model) -> Path:
+    """The model's GGUF file, present and with the right sha256. Raises WeightsError."""
+    weights = model.weights
+    if isinstance(weights, PypiWheelWeights):
+        path = wheel_file(weights)
+    elif isinstance(weights, PathWeights):
+        path = Path(weights.path) / weights.file if weights.file else Path(weights.path)
+    else:
+        raise WeightsError(
+            f"model {model.name}: weights from the hub are not staged here; download revision {weights.revision} of "
+            f"{weights.repository} and use source: path"
+        )
+    if not path.is_file():
+        raise WeightsError(f"{path}: no such file; it is weights.source {weights.source} of model {model.name}")
+    if weights.sha256:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+        if found != weights.sha256:
+            raise WeightsError(f"{path}: sha256 is {found}, model {model.name} names {weights.sha256}; fetch it again")
+    return path
+
+
+def wheel_file(weights: PypiWheelWeights) -> Path:
+    """The file inside the installed distribution. Raises WeightsError."""
+    wanted = f"{weights.distribution}=={weights.version}"
+    try:
+        distribution = importlib.metadata.distribution(weights.distribution)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise WeightsError(f"{wanted} is not installed; run `pip install --no-deps {wanted}`") from error
+    if distribution.version != weights.version:
+        raise WeightsError(
+            f"{weights.distribution} {distribution.version} is installed, {weights.version} is wanted; "
+            f"run `pip install --no-deps {wanted}`"
+        )
+    return Path(str(distribution.locate_file(weights.file)))
+
+
+async def _convert(spec: JobSpec, source: Path, target: Path, dtype: str) -> None:
+    log = spec.job_dir() / "logs" / "weights.log"
+    converter = await launch.start(
+        "weights",
+        [sys.executable, "-m", "serve.weights.gguf", "--source", str(source), "--out", str(target), "--dtype", dtype],
+        env=launch.clean_environment({"PYTHONPATH": spec.resolve("@repo@"), "HF_HUB_OFFLINE": "1"}),
+        cwd=spec.job_dir(),
+        log=log,
+    )
+    try:
+        done, _ = await asyncio.wait({converter.exited}, timeout=TIMEOUT_S)
+    finally:
+        await converter.stop()
+    if not done:
+        raise WeightsError(f"converting {source} to {target} took longer than {TIMEOUT_S:g} s", log=log)
+    if converter.exited.result().returncode != 0:
+        last = (log_tail(log, 1) or ("it said nothing",))[0]
+        raise WeightsError(
+            f"converting {source} to {target}: the converter {converter.exited.result().describe()}: {last}", log=log
+        )
+
+
+def check_manifest(folder: Path, architecture: Architecture | None = None) -> None:
+    """Config, tokenizer and every tensor byte are there and, given the architecture, the model is the right one.
+
+    Reads headers only. Raises WeightsError.
+    """
+    if not folder.is_dir():
+        raise WeightsError(f"{folder}: no such folder; put the checkpoint there or change the model's weights")
+    config = _read_json(folder / "config.json")
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise WeightsError(f"{folder}: no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}")
+    if architecture is not None:
+        _check_architecture(folder / "config.json", config, architecture)
+    index = folder / INDEX_FILE
+    if not index.is_file():
+        check_safetensors(folder / SINGLE_FILE)
+        return
+    weight_map = _read_json(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise WeightsError(f"{index}: weight_map is missing or empty")
+    held = {name: check_safetensors(folder / name) for name in sorted({str(file) for file in weight_map.values()})}
+    for tensor, file in weight_map.items():
+        if tensor not in held[file]:
+            raise WeightsError(f"{index}: says {tensor} is in {file}, which does not hold it; fetch the shard again")
+
+
+def check_safetensors(path: Path) -> frozenset[str]:
+    """Names of the tensors in a safetensors file whose size is what its header says. Raises WeightsError."""
+    try:
+        size_bytes = path.stat().st_size
+        with path.open("rb") as file:
+            (header_bytes,) = struct.unpack("<Q", file.read(8))
+            if header_bytes > min(MAX_HEADER_BYTES, size_bytes):
+                raise ValueError(f"its header would have {header_bytes} bytes")
+            header = json.loads(file.read(header_bytes))
+        tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
+        data_bytes = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
+    except FileNotFoundError as error:
+        raise WeightsError(f"{path}: missing; {AGAIN}") from error
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise WeightsError(f"{path}: not a safetensors file ({error}); {AGAIN}") from error
+    if size_bytes != 8 + header_bytes + data_bytes:
+        raise WeightsError(f"{path}: has {size_bytes} bytes, its header says {8 + header_bytes + data_bytes}; {AGAIN}")
+    if not tensors:
+        raise WeightsError(f"{path}: holds no tensors")
+    return frozenset(tensors)
+
+
+def _check_architecture(path: Path, config: dict[str, Any], architecture: Architecture) -> None:
+    wanted = {key: getattr(architecture, ours) for ours, key in _CONFIG_KEYS.items()}
+    wanted["model_type"] = architecture.family
+    wanted["num_attention_heads"] = architecture.attention.heads
+    for key, value in wanted.items():
+        if config.get(key) != value:
+            raise WeightsError(
+                f"{path}: {key} is {config.get(key)!r}, the model file says {value!r}; "
+                "this is another checkpoint, or the model file is wrong"
+            )
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except FileNotFoundError as error:
+        raise WeightsError(f"{path}: missing; {AGAIN}") from error
+    except (OSError, ValueError) as error:
+        raise WeightsError(f"{path}: cannot be read as JSON ({error}); {AGAIN}") from error
+    if not isinstance(value, dict):
+        raise WeightsError(f"{path}: not a JSON object; {AGAIN}")
+    return value

@@ -1,0 +1,41 @@
+"""Stands in for benchmarks.fixed_seq_len in tests: the point's id says what it does. Standard library only."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--spec", type=Path, required=True)
+    parser.add_argument("--point", required=True)
+    options = parser.parse_args()
+    folder = options.spec.parent / "points" / options.point
+    folder.mkdir(parents=True)
+    behaviour = options.point.partition("-")[0]
+    if behaviour == "crash":
+        print("the last words of a point", file=sys.stderr)
+        return 3
+    if behaviour == "hang":
+        (folder / "hanging").touch()
+        time.sleep(600)
+    valid = behaviour != "invalid"
+    result = {
+        "schema_version": 1,
+        "definitions_version": 1,
+        "point": options.point,
+        "scenario": "fixed-seq-len",
+        "verdict": {"valid": valid, "reasons": [] if valid else [{"code": "too_bad", "message": "it was too bad"}]},
+        "row": {"conc": 1, "num_gpus": 2},
+    }
+    (folder / "progress.json").write_text(json.dumps({"done": 1, "total": 1}))
+    (folder / "result.json").write_text(json.dumps(result))
+    return 0 if valid else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
