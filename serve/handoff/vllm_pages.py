@@ -1,6 +1,6 @@
 """Rows [start, end) of one request, out of one layer of vLLM's paged KV cache, as the wire's planes.
 
-Shape legend: B = blocks of the cache, N = tokens of a block, H = KV heads, D = head size, R = rows = end - start.
+Shape legend: B = blocks of the cache, N = tokens of a block, H = KV heads, D = head size.
 A page is what a (block, head) owns. On the CPU the cache's shape [B, H, N, 2D] is nominal: what lies in a page's 2*N*D
 elements is up to the attention kernel ("isa"):
 
@@ -20,7 +20,7 @@ import torch
 
 from serve.handoff.layout import KVLayout
 
-Planes = dict[str, torch.Tensor]
+Piece = tuple[int, dict[str, torch.Tensor]]
 
 
 class UnsupportedPagesError(ValueError):
@@ -34,19 +34,23 @@ class PageReader(Protocol):
         """Tokens of one block of this cache. Raises UnsupportedPagesError when the shape is not what it should be."""
         ...
 
-    def read(self, cache: torch.Tensor, block_ids: Sequence[int], start: int, end: int) -> Planes:
-        """Plane name -> rows [R, *row_shape], contiguous, freshly copied. Raises ValueError when blocks are missing."""
+    def read(self, cache: torch.Tensor, block_ids: Sequence[int], start: int, end: int) -> Iterator[Piece]:
+        """The rows in token order, in as few pieces as the cache allows without copying them on the CPU.
+
+        Piece = (first token, plane name -> rows [n, *row_shape]); rows may be strided views of the cache. Raises
+        ValueError when blocks are missing.
+        """
         ...
 
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens [first, last) of block ``block_id``; they are the rows from ``row`` on of what is read."""
+    """Places [first, last) of block ``block_id``, which hold the request's tokens from ``token`` on."""
 
     block_id: int
     first: int
     last: int
-    row: int
+    token: int
 
 
 def spans(block_ids: Sequence[int], start: int, end: int, block_size: int) -> Iterator[Span]:
@@ -61,7 +65,7 @@ def spans(block_ids: Sequence[int], start: int, end: int, block_size: int) -> It
     while token < end:
         first = token % block_size
         last = min(block_size, first + end - token)
-        yield Span(block_ids[token // block_size], first, last, token - start)
+        yield Span(block_ids[token // block_size], first, last, token)
         token += last - first
 
 
@@ -84,18 +88,13 @@ class CpuPages:
             )
         return cache.shape[2]
 
-    def read(self, cache: torch.Tensor, block_ids: Sequence[int], start: int, end: int) -> Planes:
+    def read(self, cache: torch.Tensor, block_ids: Sequence[int], start: int, end: int) -> Iterator[Piece]:
         block_tokens = self.block_tokens(cache)
         unpack = _unpack_amx if self.isa == "amx" else _unpack_vec
-        k = cache.new_empty((end - start, self.heads, self.dim))
-        v = cache.new_empty((end - start, self.heads, self.dim))
         for span in spans(block_ids, start, end, block_tokens):
             page = cache[span.block_id].reshape(self.heads, -1)
-            k_page, v_page = unpack(page, block_tokens, self.dim)
-            rows = slice(span.row, span.row + span.last - span.first)
-            k[rows] = k_page[span.first : span.last]
-            v[rows] = v_page[span.first : span.last]
-        return {"k": k, "v": v}
+            k, v = unpack(page, block_tokens, self.dim)
+            yield span.token, {"k": k[span.first : span.last], "v": v[span.first : span.last]}
 
 
 def _unpack_vec(page: torch.Tensor, block_size: int, dim: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -127,9 +126,9 @@ class GpuPages:
     def block_tokens(self, cache: torch.Tensor) -> int:
         return self._split(cache)[0].shape[1]
 
-    def read(self, cache: torch.Tensor, block_ids: Sequence[int], start: int, end: int) -> Planes:
+    def read(self, cache: torch.Tensor, block_ids: Sequence[int], start: int, end: int) -> Iterator[Piece]:
         k, v = self._split(cache)
-        return {"k": _gather(k, block_ids, start, end), "v": _gather(v, block_ids, start, end)}
+        yield start, {"k": _gather(k, block_ids, start, end), "v": _gather(v, block_ids, start, end)}
 
     def _split(self, cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Views [B, N, H, D] of K and V."""
@@ -160,9 +159,9 @@ class MlaPages:
     def block_tokens(self, cache: torch.Tensor) -> int:
         return self._rows(cache).shape[1]
 
-    def read(self, cache: torch.Tensor, block_ids: Sequence[int], start: int, end: int) -> Planes:
+    def read(self, cache: torch.Tensor, block_ids: Sequence[int], start: int, end: int) -> Iterator[Piece]:
         rows = _gather(self._rows(cache), block_ids, start, end)
-        return {"latent": rows[:, : self.latent].contiguous(), "rope": rows[:, self.latent :].contiguous()}
+        yield start, {"latent": rows[:, : self.latent], "rope": rows[:, self.latent :]}
 
     def _rows(self, cache: torch.Tensor) -> torch.Tensor:
         """View [B, N, latent + rope]."""
@@ -202,14 +201,14 @@ def page_reader(layout: KVLayout, cache: torch.Tensor, isa: str | None) -> PageR
 
 
 def _gather(cache: torch.Tensor, block_ids: Sequence[int], start: int, end: int) -> torch.Tensor:
-    """Rows [R, ...] of a cache whose first two axes are block and token."""
+    """Rows [end - start, ...] of a cache whose first two axes are block and token."""
     block_size = cache.shape[1]
     needed = [span.block_id for span in spans(block_ids, start, end, block_size)]
     if not needed:
         return cache.new_empty((0, *cache.shape[2:]))
     pages = cache.index_select(0, torch.tensor(needed, device=cache.device))
     first = start % block_size
-    return pages.flatten(0, 1)[first : first + end - start].contiguous()
+    return pages.flatten(0, 1)[first : first + end - start]
 
 
 def kernel_block_ids(block_ids: Sequence[int], manager_block_size: int, cache_block_size: int) -> Sequence[int]:

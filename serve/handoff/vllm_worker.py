@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ import torch
 from serve.handoff.layout import KVLayout
 from serve.handoff.protocol import HandoffCode, HandoffError
 from serve.handoff.sender import HandoffSender, Outcome
-from serve.handoff.vllm_pages import PageReader, kernel_block_ids
+from serve.handoff.vllm_pages import PageReader, Piece, kernel_block_ids
 from serve.handoff.vllm_schedule import Chunk, Failure, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -41,8 +41,8 @@ class LayerSource:
     manager_block_tokens: int
     hooked: bool = True
 
-    def rows(self, chunk: Chunk) -> dict[str, torch.Tensor]:
-        """The chunk's rows of this layer by plane."""
+    def rows(self, chunk: Chunk) -> Iterator[Piece]:
+        """The chunk's rows of this layer, in token order."""
         block_ids = kernel_block_ids(
             chunk.block_ids[self.group], self.manager_block_tokens, self.reader.block_tokens(self.cache)
         )
@@ -191,8 +191,9 @@ class HandoffStreamer:
             pending.layers.discard(name)
             chunk = pending.chunk
             try:
-                for plane, rows in source.rows(chunk).items():
-                    self._sender.stage(chunk.params.handoff_id, plane, source.layer, chunk.start, rows)
+                for token, planes in source.rows(chunk):
+                    for plane, rows in planes.items():
+                        self._sender.stage(chunk.params.handoff_id, plane, source.layer, token, rows)
             except Exception as error:
                 self._step.pop(chunk.params.handoff_id, None)
                 self._give_up(chunk, error)
@@ -240,7 +241,6 @@ class HandoffStreamer:
     def _write(self, run: _Run, handoff_id: str, verdict: str, outcome: Outcome | None) -> None:
         if self._stage_log is None:
             return
-        now = self._clock()
         timings = outcome.timings if outcome is not None else {}
         computed_s = run.computed_s
         self._stage_log.write(
@@ -252,7 +252,7 @@ class HandoffStreamer:
                 "prefill_compute_ms": None if computed_s is None else (computed_s - run.started_s) * 1e3,
                 "reserve_ms": timings.get("reserve_ms"),
                 "wire_ms": timings.get("wire_ms"),
-                "wire_tail_ms": None if computed_s is None else (now - computed_s) * 1e3,
+                "wire_tail_ms": timings.get("wire_tail_ms"),
                 "bytes": outcome.bytes if outcome is not None else 0,
                 "writes": outcome.writes if outcome is not None else 0,
                 "chunks": run.chunks,

@@ -14,6 +14,7 @@ from serve.handoff.vllm_pages import (
     CpuPages,
     GpuPages,
     MlaPages,
+    PageReader,
     UnsupportedPagesError,
     kernel_block_ids,
     page_reader,
@@ -28,9 +29,24 @@ def requests(draw: st.DrawFn, block_sizes: tuple[int, ...]) -> tuple[int, list[i
     blocks = draw(st.integers(1, 4))
     ids = draw(st.permutations(range(6)))[:blocks]
     tokens = draw(st.integers((blocks - 1) * block_size + 1, blocks * block_size))
-    start = draw(st.integers(0, tokens))
-    end = draw(st.integers(start, tokens))
+    start = draw(st.integers(0, tokens - 1))
+    end = draw(st.integers(start + 1, tokens))
     return block_size, list(ids), tokens, start, end
+
+
+def read(
+    reader: PageReader, cache: torch.Tensor, block_ids: list[int], start: int, end: int
+) -> dict[str, torch.Tensor]:
+    """All pieces joined by plane. Checks that they follow each other from ``start`` on."""
+    joined: dict[str, list[torch.Tensor]] = {}
+    token = start
+    for first, planes in reader.read(cache, block_ids, start, end):
+        assert first == token
+        token += len(next(iter(planes.values())))
+        for name, rows in planes.items():
+            joined.setdefault(name, []).append(rows)
+    assert token == end
+    return {name: torch.cat(rows) for name, rows in joined.items()}
 
 
 def slots_of(block_ids: list[int], tokens: int, block_size: int) -> torch.Tensor:
@@ -61,7 +77,7 @@ def test_cpu_pages_yield_the_rows_that_vllm_packed(
     k_cache, v_cache = cache.view(6, heads, 2 * block_size, dim).chunk(2, dim=2)
     pack(k, v, k_cache, v_cache, slots_of(block_ids, tokens, block_size), isa)
 
-    rows = CpuPages(isa, heads, dim).read(cache, block_ids, start, end)
+    rows = read(CpuPages(isa, heads, dim), cache, block_ids, start, end)
 
     assert torch.equal(rows["k"], k[start:end])
     assert torch.equal(rows["v"], v[start:end])
@@ -75,9 +91,9 @@ def test_mla_rows_split_into_latent_and_rope(request: tuple[int, list[int], int,
     rows = torch.randn(tokens, 40)
     cache.view(-1, 40)[slots_of(block_ids, tokens, block_size)] = rows
 
-    read = MlaPages(32, 8).read(cache if squeezed else cache.unsqueeze(1), block_ids, start, end)
+    planes = read(MlaPages(32, 8), cache if squeezed else cache.unsqueeze(1), block_ids, start, end)
 
-    assert torch.equal(torch.cat([read["latent"], read["rope"]], dim=-1), rows[start:end])
+    assert torch.equal(torch.cat([planes["latent"], planes["rope"]], dim=-1), rows[start:end])
 
 
 @pytest.mark.parametrize("shape", ["BHN2D", "BNH2D strided", "2BNHD", "B2NHD", "2BHND"])
@@ -100,7 +116,7 @@ def test_gpu_shapes_yield_the_same_rows(shape: str, request: tuple[int, list[int
         "2BHND": pair.transpose(2, 3).contiguous(),
     }[shape]
 
-    rows = GpuPages(heads).read(cache, block_ids, start, end)
+    rows = read(GpuPages(heads), cache, block_ids, start, end)
 
     assert torch.equal(rows["k"], k[start:end])
     assert torch.equal(rows["v"], v[start:end])
