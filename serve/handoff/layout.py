@@ -96,8 +96,31 @@ class KVLayout:
 
     @classmethod
     def from_config(cls, hf_config: Mapping[str, Any], kv_dtype: str, *, mtp_layers: int = 0) -> KVLayout:
-        """The layout of a checkpoint's config.json. Raises ValueError for a family or field it does not know."""
-        raise NotImplementedError
+        """The layout of a checkpoint's config.json; ``mtp_layers`` more layers follow the model's own.
+
+        Llama family: planes k, v with rows (kv_heads, head_dim), k after rope. MLA family: planes latent
+        (kv_lora_rank,) and rope (qk_rope_head_dim,). Raises ValueError for a family or a field it does not know.
+        """
+        family = hf_config.get("model_type")
+        layers = tuple(range(_positive(hf_config, "num_hidden_layers") + mtp_layers))
+        if mtp_layers < 0:
+            raise ValueError(f"mtp_layers must not be negative, got {mtp_layers}")
+        if family in LLAMA_FAMILY:
+            heads = _positive(hf_config, "num_attention_heads")
+            kv_heads = hf_config.get("num_key_value_heads") or heads
+            head_dim = hf_config.get("head_dim") or _positive(hf_config, "hidden_size") // heads
+            row = (int(kv_heads), int(head_dim))
+            planes = (Plane("k", layers, row, kv_dtype), Plane("v", layers, row, kv_dtype))
+            rope = "neox"
+        elif family in MLA_FAMILY:
+            latent = (_positive(hf_config, "kv_lora_rank"),)
+            rotary = (_positive(hf_config, "qk_rope_head_dim"),)
+            planes = (Plane("latent", layers, latent, kv_dtype), Plane("rope", layers, rotary, kv_dtype))
+            rope = "interleaved" if hf_config.get("rope_interleave", True) else "neox"
+        else:
+            known = ", ".join(sorted(LLAMA_FAMILY | MLA_FAMILY))
+            raise ValueError(f"config.json: model_type {family!r} has no KV layout here; known: {known}")
+        return cls(_model_name(hf_config), _positive(hf_config, "vocab_size"), _rope_name(rope, hf_config), planes)
 
     def plane(self, name: str) -> Plane:
         """The plane called ``name``. Raises KeyError."""
@@ -115,11 +138,25 @@ class KVLayout:
 
     def offset(self, plane: str, layer: int, tokens: int) -> int:
         """Bytes from the slot's base to the first row of a plane-layer. Raises KeyError when it has no such block."""
-        raise NotImplementedError
+        position = 0
+        for block, block_layer in self.blocks():
+            if block.name == plane and block_layer == layer:
+                return position
+            position += _align(block.block_bytes(tokens))
+        raise KeyError(f"{plane}/{layer} is not in the layout of {self.model}")
+
+    def offsets(self, tokens: int) -> dict[tuple[str, int], int]:
+        """Every offset() of a slot for ``tokens`` tokens at once, in slot order."""
+        found: dict[tuple[str, int], int] = {}
+        position = 0
+        for plane, layer in self.blocks():
+            found[plane.name, layer] = position
+            position += _align(plane.block_bytes(tokens))
+        return found
 
     def slot_bytes(self, tokens: int) -> int:
         """Bytes of a whole slot for ``tokens`` tokens, a multiple of BLOCK_ALIGNMENT."""
-        raise NotImplementedError
+        return sum(len(plane.layers) * _align(plane.block_bytes(tokens)) for plane in self.planes)
 
     def payload_bytes(self, tokens: int) -> int:
         """Bytes that a sender moves for ``tokens`` tokens: the slot without its alignment gaps."""
@@ -127,9 +164,54 @@ class KVLayout:
 
     def descriptor(self) -> dict[str, Any]:
         """The canonical, readable form that is hashed."""
-        raise NotImplementedError
+        return {
+            "layout_version": LAYOUT_VERSION,
+            "block_alignment": BLOCK_ALIGNMENT,
+            "model": self.model,
+            "vocab_size": self.vocab_size,
+            "rope": self.rope,
+            "planes": [
+                {
+                    "name": plane.name,
+                    "layers": list(plane.layers),
+                    "row_shape": list(plane.row_shape),
+                    "dtype": plane.dtype,
+                    "rows_per_page": plane.rows_per_page,
+                    "page_bytes": plane.stride_bytes,
+                }
+                for plane in self.planes
+            ],
+        }
 
     def sha256(self) -> str:
         """Hex sha256 of the descriptor's canonical JSON: the layout's identity on the wire."""
         canonical = json.dumps(self.descriptor(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def _align(nbytes: int) -> int:
+    return -(-nbytes // BLOCK_ALIGNMENT) * BLOCK_ALIGNMENT
+
+
+def _positive(hf_config: Mapping[str, Any], field: str) -> int:
+    value = hf_config.get(field)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"config.json: {field} must be a positive integer, got {value!r}")
+    return value
+
+
+def _model_name(hf_config: Mapping[str, Any]) -> str:
+    """What config.json itself says the model is: its path differs from host to host and must not enter the hash."""
+    architectures = hf_config.get("architectures") or [hf_config["model_type"]]
+    return f"{architectures[0]}-h{hf_config.get('hidden_size')}-l{hf_config['num_hidden_layers']}"
+
+
+def _rope_name(pairing: str, hf_config: Mapping[str, Any]) -> str:
+    """Pairing and frequencies: keys are stored after rope, so that another theta is another meaning."""
+    parameters = hf_config.get("rope_parameters") or {}
+    theta = hf_config.get("rope_theta", parameters.get("rope_theta"))
+    scaling = hf_config.get("rope_scaling")
+    if scaling is None and parameters.get("rope_type", "default") != "default":
+        scaling = {key: value for key, value in parameters.items() if key != "rope_theta"}
+    frequencies = json.dumps(scaling, sort_keys=True) if scaling else "default"
+    return f"{pairing}:theta={float(theta):g}:{frequencies}" if theta is not None else f"{pairing}:{frequencies}"

@@ -35,6 +35,9 @@ class Transport(Protocol):
         land: the peer must not give the range to anybody else until this writer is known to be done.
         """
 
+    def in_flight(self, address: int, nbytes: int) -> bool:
+        """Whether a write() that ran out of time may still read the local range [address, address + nbytes)."""
+
     def read(self, session: str, pieces: Sequence[Piece], timeout_s: float) -> None:
         """As write(), from the peer to here."""
 
