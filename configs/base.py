@@ -13,4 +13,6 @@ def kebab(name: str) -> str:
 class Strict(BaseModel):
     """Base of all schemas: unknown keys are errors, instances are frozen, YAML keys are kebab-case."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, alias_generator=kebab, populate_by_name=True, strict=False)
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, alias_generator=kebab, populate_by_name=True, allow_inf_nan=False
+    )

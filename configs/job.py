@@ -39,13 +39,13 @@ class UnresolvedReference(KeyError):
 class Parallelism(Strict):
     """How one worker of a role is spread over GPUs."""
 
-    num_worker: int = Field(ge=0, description="Number of identical workers (engine instances) of this role.")
-    tp: int = Field(default=1, ge=1, description="Tensor parallel size, in GPUs.")
-    pp: int = Field(default=1, ge=1, description="Pipeline parallel size, in GPUs.")
-    ep: int = Field(default=1, ge=1, description="Expert parallel size, in GPUs; it reuses the tp*pp GPUs.")
+    num_worker: int = Field(ge=0, le=1024, description="Number of identical workers (engine instances) of this role.")
+    tp: int = Field(default=1, ge=1, le=1024, description="Tensor parallel size, in GPUs.")
+    pp: int = Field(default=1, ge=1, le=1024, description="Pipeline parallel size, in GPUs.")
+    ep: int = Field(default=1, ge=1, le=1024, description="Expert parallel size, in GPUs; it reuses the tp*pp GPUs.")
     dp_attn: bool = Field(default=False, description="Data-parallel attention inside the tp group.")
-    dcp_size: int = Field(default=1, ge=1, description="Decode context parallel size; must divide tp.")
-    pcp_size: int = Field(default=1, ge=1, description="Prefill context parallel size, in GPUs.")
+    dcp_size: int = Field(default=1, ge=1, le=1024, description="Decode context parallel size; must divide tp.")
+    pcp_size: int = Field(default=1, ge=1, le=1024, description="Prefill context parallel size, in GPUs.")
 
     @property
     def gpus_per_worker(self) -> int:
@@ -65,17 +65,17 @@ class ProcessSpec(Strict):
     """One operating-system process of a role: what is started, where, with what."""
 
     name: str = Field(description="Unique in the job: <role>-<index>.")
-    role: RoleName
-    index: int = Field(ge=0)
-    engine: EngineName
+    role: RoleName = Field(description="What it does in the job.")
+    index: int = Field(ge=0, description="Number of the process within its role.")
+    engine: EngineName = Field(description="Engine that plays the role.")
     node: int = Field(ge=0, description="Index of the node within the allocation.")
     gpus: tuple[int, ...] = Field(default=(), description="GPU indices on that node; empty on a CPU.")
     image: str | None = Field(default=None, description="Container image, or null for this environment.")
     argv: tuple[str, ...] = Field(description="Exact command line, with references.")
     env: dict[str, str] = Field(default_factory=dict, description="Only what the engine demands as a variable.")
-    cwd: str = Field(default="@run@")
+    cwd: str = Field(default="@run@", description="Working folder, with references.")
     ports: tuple[str, ...] = Field(description="Names of the ports it listens on, e.g. http, control.")
-    readiness: Readiness
+    readiness: Readiness = Field(description="When it counts as started.")
     reads: tuple[str, ...] = Field(default=(), description="Files and folders it reads.")
     writes: tuple[str, ...] = Field(default=(), description="Files and folders it writes.")
     log: str = Field(description="Where its stdout and stderr go.")
@@ -86,39 +86,47 @@ class Limits(Strict):
 
     request_timeout_s: float = Field(gt=0, description="Client deadline of one request, in seconds.")
     point_timeout_s: float = Field(gt=0, description="Deadline of the whole point, in seconds.")
-    max_error_rate: float = Field(ge=0, le=1, description="Failed requests over requests, above which a point is invalid.")
-    max_client_queue_ms: float = Field(default=100, gt=0, description="Client-side queueing (p50) above which the client was the bottleneck.")
+    max_error_rate: float = Field(
+        ge=0, le=1, description="Failed requests over requests, above which a point is invalid."
+    )
+    max_client_queue_ms: float = Field(
+        default=100, gt=0, description="Client-side queueing (p50) above which the client was the bottleneck."
+    )
 
 
 class FixedSeqLenPoint(Strict):
     """One concurrency of a fixed-sequence-length measurement."""
 
-    scenario: Literal["fixed-seq-len"] = "fixed-seq-len"
-    id: str
+    scenario: Literal["fixed-seq-len"] = Field(default="fixed-seq-len", description="Kind of the point.")
+    id: str = Field(description="Unique in the job; the folder name of its results.")
     isl: int = Field(gt=0, description="Nominal input length L, in tokens; lengths are uniform in [floor(r*L), L].")
     osl: int = Field(gt=0, description="Nominal output length, in tokens, drawn the same way.")
     range_ratio: float = Field(default=0.8, gt=0, le=1, description="The r above.")
     conc: int = Field(gt=0, description="Concurrent requests.")
     requests: int = Field(gt=0, description="Measured requests.")
     warmup_requests: int = Field(ge=0, description="Requests before the measurement, with prompts of their own.")
-    seed: int = Field(ge=0)
-    limits: Limits
+    seed: int = Field(ge=0, description="Seed of the prompts or problems.")
+    limits: Limits = Field(description="When the point is no longer publishable.")
 
 
 class GsmEvalPoint(Strict):
     """One GSM8K-format evaluation through the router, with real acceptance."""
 
-    scenario: Literal["gsm8k"] = "gsm8k"
-    id: str
+    scenario: Literal["gsm8k"] = Field(default="gsm8k", description="Kind of the point.")
+    id: str = Field(description="Unique in the job; the folder name of its results.")
     data: Literal["hub", "directory", "generated"] = Field(description="generated is never reported as GSM8K.")
-    data_dir: str | None = Field(default=None, description="Folder with train.jsonl and test.jsonl, for data: directory.")
+    data_dir: str | None = Field(
+        default=None, description="Folder with train.jsonl and test.jsonl, for data: directory."
+    )
     problems: int | None = Field(default=None, gt=0, description="Number of problems; null is all of them.")
-    num_fewshot: int = Field(default=5, ge=0)
+    num_fewshot: int = Field(default=5, ge=0, description="Worked examples in the prompt.")
     max_tokens: int = Field(gt=0, description="Output limit of one answer, in tokens.")
-    conc: int = Field(gt=0)
-    threshold: float | None = Field(default=None, ge=0, le=1, description="Least exact_match of both filters, or null for no gate.")
-    seed: int = Field(ge=0)
-    limits: Limits
+    conc: int = Field(gt=0, description="Concurrent requests.")
+    threshold: float | None = Field(
+        default=None, ge=0, le=1, description="Least exact_match of both filters, or null for no gate."
+    )
+    seed: int = Field(ge=0, description="Seed of the prompts or problems.")
+    limits: Limits = Field(description="When the point is no longer publishable.")
 
 
 PointSpec = Annotated[FixedSeqLenPoint | GsmEvalPoint, Field(discriminator="scenario")]
@@ -127,7 +135,7 @@ PointSpec = Annotated[FixedSeqLenPoint | GsmEvalPoint, Field(discriminator="scen
 class HandoffSpec(Strict):
     """How the KV cache goes from prefill to decode."""
 
-    transport: Literal["mooncake", "nixl", "none"]
+    transport: Literal["mooncake", "nixl", "none"] = Field(description="Library that moves the bytes.")
     protocol: str = Field(default="tcp", description="Mooncake protocol or NIXL backend: tcp, rdma, ucx.")
     kv_dtype: str = Field(description="dtype of the KV planes on the wire, e.g. float32, bfloat16.")
     pool_bytes: int = Field(gt=0, description="Receive pool of one decode worker, in bytes.")
@@ -139,7 +147,7 @@ class AcceptanceSpec(Strict):
     """Speculative decoding: the one owner of the draft depth, and how acceptance comes about."""
 
     draft_depth: int = Field(default=0, ge=0, description="Draft tokens proposed in a step; 0 is no speculation.")
-    mode: Literal["real", "simulated"] = "real"
+    mode: Literal["real", "simulated"] = Field(default="real", description="Verified, or forced to a mean length.")
     curve: str | None = Field(default=None, description="Golden curve id, for mode: simulated.")
     target_length: float | None = Field(default=None, ge=1, description="Mean acceptance length to simulate.")
     provisional: bool = Field(default=False, description="The curve was not measured on this model.")
@@ -148,15 +156,15 @@ class AcceptanceSpec(Strict):
 class CanarySpec(Strict):
     """Correct generations through the router before anything is measured."""
 
-    requests: int = Field(default=2, gt=0)
-    max_tokens: int = Field(default=8, gt=1)
-    timeout_s: float = Field(default=120, gt=0)
+    requests: int = Field(default=2, gt=0, description="Generations that must succeed.")
+    max_tokens: int = Field(default=8, gt=1, description="Output of one generation, in tokens.")
+    timeout_s: float = Field(default=120, gt=0, description="Deadline of all of them, in seconds.")
 
 
 class RunBinding(Strict):
     """Run-only fields: they say where and when, never what, and are left out of the fingerprint."""
 
-    run_id: str
+    run_id: str = Field(description="Folder name of the run: <date>-<name>-<fingerprint8>.")
     job_id: str = Field(description="Folder name of the job inside the run.")
     run_dir: str = Field(description="Absolute folder of the whole run, results/<run-id>.")
     created_at: str = Field(description="UTC, ISO 8601.")
@@ -166,7 +174,7 @@ class RunBinding(Strict):
 class JobSpec(Strict):
     """One job: a set of processes, the points it must produce and everything a result row says about them."""
 
-    schema_version: int = SPEC_SCHEMA_VERSION
+    schema_version: int = Field(default=SPEC_SCHEMA_VERSION, description="Version of this document's format.")
     key: str = Field(description="Key of the matrix entry.")
     config_file: str = Field(description="Matrix file the entry came from, relative to the repository where possible.")
     fingerprint: str = Field(default="", description="sha256 over the content, run-only fields left out.")
@@ -174,29 +182,29 @@ class JobSpec(Strict):
     model_id: str = Field(description="Served name, usually the Hugging Face id.")
     model_prefix: str = Field(description="InferenceX's infmax_model_prefix.")
     hardware: str = Field(description="InferenceX's hw: gpu key, or cluster:<gpu key>-<site>.")
-    cluster: str
+    cluster: str = Field(description="Cluster name, as in configs/clusters.")
     cluster_profile: dict[str, Any] = Field(description="The resolved cluster profile.")
     model_profile: dict[str, Any] = Field(description="The resolved model file.")
-    framework: str
-    precision: str
-    image: str | None
-    spec_decoding: Literal["none", "mtp", "draft_model", "ngram"]
-    multinode: bool
-    disagg: bool
+    framework: str = Field(description="InferenceX's framework: the engine that generates tokens.")
+    precision: str = Field(description="Precision of the weights, as reported.")
+    image: str | None = Field(description="Container image of the entry, or null for this environment.")
+    spec_decoding: Literal["none", "mtp", "draft_model", "ngram"] = Field(description="Speculative decoding method.")
+    multinode: bool = Field(description="The job may use more than one node.")
+    disagg: bool = Field(description="Prefill and decode are separate processes.")
     router: dict[str, str] | None = Field(description="{name, version} of the router.")
-    kv_p2p_transfer: str | None
+    kv_p2p_transfer: str | None = Field(description="Transport of the KV cache, or null when nothing is handed off.")
     max_model_len: int = Field(gt=0, description="Context window served, in tokens.")
-    prefill: Parallelism | None
-    decode: Parallelism | None
-    aggregated: Parallelism | None
-    num_nodes: int = Field(ge=1)
-    handoff: HandoffSpec
-    acceptance: AcceptanceSpec
-    canary: CanarySpec
-    processes: tuple[ProcessSpec, ...]
-    points: tuple[PointSpec, ...]
+    prefill: Parallelism | None = Field(description="Prefill workers, for disagg.")
+    decode: Parallelism | None = Field(description="Decode workers, for disagg.")
+    aggregated: Parallelism | None = Field(description="Workers of an aggregated server.")
+    num_nodes: int = Field(ge=1, description="Nodes of the allocation.")
+    handoff: HandoffSpec = Field(description="How the KV cache goes from prefill to decode.")
+    acceptance: AcceptanceSpec = Field(description="Draft depth and acceptance.")
+    canary: CanarySpec = Field(description="Generations that must succeed before measuring.")
+    processes: tuple[ProcessSpec, ...] = Field(description="Every process, in start order.")
+    points: tuple[PointSpec, ...] = Field(description="Every point the job must produce, in measuring order.")
     versions: dict[str, str] = Field(description="Pinned component versions: engine and client packages.")
-    run: RunBinding | None = None
+    run: RunBinding | None = Field(default=None, description="Run-only fields; null until the run binds them.")
 
     @property
     def num_prefill_gpu(self) -> int:
@@ -215,8 +223,11 @@ class JobSpec(Strict):
         return self.num_prefill_gpu + self.num_decode_gpu
 
     def content(self) -> dict[str, Any]:
-        """What the fingerprint covers: everything but the fingerprint itself and run-only fields."""
-        return self.model_dump(mode="json", by_alias=True, exclude={"fingerprint", "run"})
+        """What the fingerprint covers: all but itself, run-only fields and where things lie (file, paths, ports)."""
+        content = self.model_dump(mode="json", by_alias=True, exclude={"fingerprint", "run", "config_file"})
+        for name in ("paths", "port-range"):
+            content["cluster-profile"].pop(name, None)
+        return content
 
     def computed_fingerprint(self) -> str:
         """sha256 (hex) of the canonical JSON of `content`."""

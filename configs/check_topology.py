@@ -1,0 +1,124 @@
+"""GPU arithmetic of one search-space entry: does a worker fit a node, do the parallel sizes divide?"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from configs.cluster import Cluster
+from configs.entry import SearchSpaceEntry, WorkerConfig
+from configs.job import Parallelism
+from configs.model import Model
+
+Path = tuple[str | int, ...]
+
+
+class Finding(NamedTuple):
+    """Something wrong at a path inside the document that is checked."""
+
+    path: Path
+    message: str
+    hint: str = ""
+
+
+def check_topology(path: Path, space: SearchSpaceEntry, model: Model | None, cluster: Cluster) -> list[Finding]:
+    """Findings on every role's workers. The model is only needed for head, layer and expert counts."""
+    findings = []
+    for role, worker in space.workers().items():
+        at = (*path, role)
+        findings += _check_cpu(at, worker, cluster) if cluster.gpu is None else _check_gpus(at, worker, cluster)
+        findings += _check_divisibility(at, worker)
+        if model is not None:
+            findings += _check_architecture(at, worker, model)
+        if worker.hardware is not None and worker.hardware != cluster.hardware:
+            message = f"'{worker.hardware}' is not what {cluster.name} has ({cluster.hardware})."
+            findings.append(Finding((*at, "hardware"), message))
+    return findings
+
+
+def nodes_needed(space: SearchSpaceEntry, cluster: Cluster) -> int:
+    """Nodes that all workers of an entry take, see `place`."""
+    workers = [worker for worker in space.workers().values() for _ in range(worker.num_worker)]
+    return place(workers, cluster.gpus_per_node)[1]
+
+
+class Slot(NamedTuple):
+    """Where one worker runs: first node, number of nodes, GPU indices on each of them."""
+
+    node: int
+    nodes: int
+    gpus: tuple[int, ...]
+
+
+def place(workers: list[Parallelism] | list[WorkerConfig], gpus_per_node: int) -> tuple[list[Slot], int]:
+    """Packs workers onto nodes in order, never splitting one that fits a node. Returns slots and nodes used.
+
+    Without GPUs (gpus_per_node 0) everything is on node 0. A worker larger than a node takes whole nodes."""
+    slots: list[Slot] = []
+    node, used = 0, 0
+    for worker in workers:
+        need = worker.gpus_per_worker
+        if gpus_per_node == 0:
+            slots.append(Slot(0, 1, ()))
+            continue
+        if used and used + need > gpus_per_node:
+            node, used = node + 1, 0
+        if need > gpus_per_node:
+            nodes = -(-need // gpus_per_node)
+            slots.append(Slot(node, nodes, tuple(range(gpus_per_node))))
+            node += nodes
+            continue
+        slots.append(Slot(node, 1, tuple(range(used, used + need))))
+        used += need
+    return slots, max(node + (1 if used else 0), 1)
+
+
+def _check_cpu(at: Path, worker: WorkerConfig, cluster: Cluster) -> list[Finding]:
+    findings = [
+        Finding((*at, name), f"{name} {value} needs GPUs; {cluster.name} has none.", "It must be 1.")
+        for name, value in (
+            ("tp", worker.tp),
+            ("pp", worker.pp),
+            ("ep", worker.ep),
+            ("pcp-size", worker.pcp_size),
+            ("dcp-size", worker.dcp_size),
+        )
+        if value > 1
+    ]
+    return findings
+
+
+def _check_gpus(at: Path, worker: WorkerConfig, cluster: Cluster) -> list[Finding]:
+    need, per_node = worker.gpus_per_worker, cluster.gpus_per_node
+    if need <= per_node or need % per_node == 0:
+        return []
+    message = f"tp*pp*pcp-size = {need} is more than the {per_node} GPUs of a node and no multiple of them."
+    return [Finding((*at, "tp"), message)]
+
+
+def _check_divisibility(at: Path, worker: WorkerConfig) -> list[Finding]:
+    findings = []
+    if worker.tp % worker.dcp_size:
+        message = f"tp ({worker.tp}) must be divisible by dcp-size ({worker.dcp_size})."
+        findings.append(Finding((*at, "dcp-size"), message))
+    if (worker.tp * worker.pcp_size) % worker.ep:
+        message = f"tp*pcp-size ({worker.tp * worker.pcp_size}) must be divisible by ep ({worker.ep})."
+        findings.append(Finding((*at, "ep"), message))
+    if worker.dp_attn and worker.tp == 1:
+        findings.append(Finding((*at, "dp-attn"), "needs tp > 1: it spreads attention over the tp group."))
+    return findings
+
+
+def _check_architecture(at: Path, worker: WorkerConfig, model: Model) -> list[Finding]:
+    findings = []
+    architecture = model.architecture
+    if not worker.dp_attn and architecture.attention.heads % worker.tp:
+        message = f"the {architecture.attention.heads} heads of {model.name} do not divide over tp {worker.tp}."
+        findings.append(Finding((*at, "tp"), message))
+    if worker.pp > architecture.layers:
+        findings.append(Finding((*at, "pp"), f"{model.name} has only {architecture.layers} layers."))
+    if worker.ep > 1 and architecture.moe is None:
+        findings.append(Finding((*at, "ep"), f"{model.name} has no experts.", "It must be 1."))
+    if architecture.moe is not None and architecture.moe.experts % worker.ep:
+        message = f"the {architecture.moe.experts} experts of {model.name} do not divide over ep {worker.ep}."
+        findings.append(Finding((*at, "ep"), message))
+    return findings

@@ -1,0 +1,165 @@
+"""What each engine can do, and the arguments a recipe may set on it.
+
+Only knobs that change what is served are here. What another field of the recipe decides (model, context length,
+parallelism, ports, transfer, draft depth) is no argument: the adapter in runners/engines derives it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from pydantic import Field
+
+from configs.base import Strict
+from configs.job import EngineName, RoleName
+from configs.model import TensorDtype
+
+SpecMethod = Literal["none", "mtp", "draft_model", "ngram"]
+
+
+class VllmArgs(Strict):
+    """Arguments of vLLM's API server."""
+
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(default="auto", description="Compute dtype.")
+    enforce_eager: bool = Field(default=False, description="No compilation and no graphs.")
+    max_num_batched_tokens: int | None = Field(default=None, gt=0, description="Token budget of one step (chunk size).")
+    max_num_seqs: int | None = Field(default=None, gt=0, description="Sequences in one step.")
+    block_size: int | None = Field(default=None, gt=0, description="Tokens of one KV cache block.")
+    gpu_memory_utilization: float | None = Field(default=None, gt=0, le=1, description="Share of GPU memory to take.")
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_ds_mla"] = Field(
+        default="auto", description="dtype of the KV cache."
+    )
+    enable_prefix_caching: bool | None = Field(default=None, description="Prefix cache; null is the engine's default.")
+    quantization: Literal["fp8", "awq", "gptq", "compressed-tensors", "modelopt", "modelopt_fp4"] | None = Field(
+        default=None, description="Quantization method; null is what the checkpoint says."
+    )
+    trust_remote_code: bool = Field(default=False, description="Run code that comes with the checkpoint.")
+    reasoning_parser: str | None = Field(default=None, pattern=r"^[\w.-]+$", description="Reasoning parser.")
+    tool_call_parser: str | None = Field(
+        default=None, pattern=r"^[\w.-]+$", description="Tool call parser; also switches automatic tool choice on."
+    )
+    async_scheduling: bool | None = Field(default=None, description="Asynchronous scheduling; null is the default.")
+    custom_ops: Literal["none", "all"] | None = Field(
+        default=None,
+        description="Custom kernels of the compilation config. MLA on a CPU needs none with enforce-eager.",
+    )
+    cpu_kv_cache_gib: int | None = Field(
+        default=None, gt=0, description="KV cache on a CPU, in GiB (a variable of vLLM)."
+    )
+    cpu_omp_threads_bind: str | None = Field(
+        default=None, pattern=r"^[0-9,|-]+$|^auto$|^nobind$", description="Cores of vLLM's OpenMP threads on a CPU."
+    )
+
+
+class SglangArgs(Strict):
+    """Arguments of SGLang's server."""
+
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(default="auto", description="Compute dtype.")
+    mem_fraction_static: float | None = Field(default=None, gt=0, le=1, description="Share of GPU memory to take.")
+    chunked_prefill_size: int | None = Field(default=None, gt=0, description="Tokens of one prefill chunk.")
+    max_running_requests: int | None = Field(default=None, gt=0, description="Requests in one batch.")
+    kv_cache_dtype: Literal["auto", "bf16", "fp8_e4m3", "fp8_e5m2"] = Field(
+        default="auto", description="KV cache dtype."
+    )
+    attention_backend: str | None = Field(default=None, pattern=r"^[\w.-]+$", description="Attention backend.")
+    trust_remote_code: bool = Field(default=False, description="Run code that comes with the checkpoint.")
+    reasoning_parser: str | None = Field(default=None, pattern=r"^[\w.-]+$", description="Reasoning parser.")
+    tool_call_parser: str | None = Field(default=None, pattern=r"^[\w.-]+$", description="Tool call parser.")
+
+
+class TilertDecodeArgs(Strict):
+    """Arguments of TileRT's decode server."""
+
+    kv_cache_dtype: Literal["auto", "fp8_ds_mla"] = Field(default="auto", description="KV dtype the prefill sends.")
+    buffer_device: Literal["cuda", "cpu"] = Field(default="cuda", description="Where the receive buffers lie.")
+
+
+class TilertRouterArgs(Strict):
+    """Arguments of TileRT's router."""
+
+    parser: Literal["glm47", "none"] = Field(default="none", description="Reasoning and tool parser.")
+    force_include_usage: bool = Field(default=False, description="Append usage to every stream.")
+
+
+class PegainferArgs(Strict):
+    """Arguments of pegainfer's server."""
+
+    kv_pool_gib: float | None = Field(default=None, gt=0, description="Preallocated KV store, in GiB.")
+    max_batch_size: int | None = Field(default=None, gt=0, description="Sequences in one step.")
+
+
+class BundledPrefillArgs(Strict):
+    """Arguments of serve.prefill_server."""
+
+    dtype: TensorDtype = Field(default="bfloat16", description="Compute dtype.")
+    threads: int | None = Field(default=None, gt=0, description="CPU threads of one worker; null is torch's default.")
+    chunk_tokens: int = Field(default=512, gt=0, description="Tokens of one prefill chunk.")
+
+
+class BundledDecodeArgs(Strict):
+    """Arguments of serve.decode_server."""
+
+    dtype: TensorDtype = Field(default="bfloat16", description="Compute dtype.")
+    max_batch_size: int = Field(default=8, gt=0, le=1024, description="Sequences decoded in one step.")
+    queue_depth: int = Field(default=16, ge=0, le=65536, description="Requests that wait beyond the batch; then 429.")
+    threads: int | None = Field(default=None, gt=0, description="CPU threads of one worker; null is torch's default.")
+    allow_local_prefill: bool = Field(default=False, description="Prefill requests that come without a hand-off.")
+
+    @property
+    def capacity(self) -> int:
+        """Requests one worker takes before it answers 429."""
+        return self.max_batch_size + self.queue_depth
+
+
+class BundledRouterArgs(Strict):
+    """Arguments of serve.pd_router."""
+
+    deadline_s: float = Field(default=60, gt=0, description="Deadline of one hop, in seconds.")
+
+
+class Capability(NamedTuple):
+    """What an engine can be asked for. runners/engines knows how; this table only knows whether."""
+
+    roles: frozenset[RoleName]
+    spec_methods: frozenset[SpecMethod]
+    transports: frozenset[str]
+
+
+def _roles(*names: RoleName) -> frozenset[RoleName]:
+    return frozenset(names)
+
+
+def _methods(*names: SpecMethod) -> frozenset[SpecMethod]:
+    return frozenset(("none", *names))
+
+
+_ANY_TRANSPORT = frozenset({"mooncake", "nixl"})
+
+CAPABILITIES: dict[EngineName, Capability] = {
+    "vllm": Capability(_roles("prefill", "aggregated"), _methods("mtp", "draft_model", "ngram"), _ANY_TRANSPORT),
+    "sglang": Capability(_roles("prefill", "aggregated"), _methods("mtp", "draft_model"), _ANY_TRANSPORT),
+    "tilert": Capability(_roles("decode", "router"), _methods("mtp"), _ANY_TRANSPORT),
+    "pegainfer": Capability(_roles("prefill", "decode", "aggregated"), _methods("mtp"), _ANY_TRANSPORT),
+    "bundled": Capability(_roles("prefill", "decode", "router"), _methods(), _ANY_TRANSPORT),
+}
+
+# (prefill, decode, router) engines that speak one hand-off and one request protocol.
+PAIRINGS: frozenset[tuple[EngineName, EngineName, EngineName]] = frozenset(
+    {
+        ("vllm", "bundled", "bundled"),
+        ("sglang", "bundled", "bundled"),
+        ("bundled", "bundled", "bundled"),
+        ("vllm", "tilert", "tilert"),
+        ("sglang", "tilert", "tilert"),
+        ("pegainfer", "pegainfer", "bundled"),
+    }
+)
+
+# InferenceX names the framework after the engine that generates tokens; ours is called baton there.
+FRAMEWORK_OF: dict[EngineName, str] = {
+    "vllm": "vllm",
+    "sglang": "sglang",
+    "tilert": "tilert",
+    "pegainfer": "pegainfer",
+    "bundled": "baton",
+}

