@@ -65,10 +65,10 @@ def _check_speculation(entry: MatrixEntry, space: Space) -> list[Finding]:
     item, path = space.entry, space.path
     if (item.spec_decoding == "none") != (item.draft_depth is None):
         findings.append(Finding((*path, "spec-decoding"), "a method other than none and draft-depth need each other."))
-    if item.acceptance == "simulated" and (item.spec_decoding == "none" or item.acceptance_curve is None):
-        findings.append(Finding((*path, "acceptance"), "simulated needs spec-decoding and acceptance-curve."))
-    if item.acceptance == "real" and item.acceptance_curve is not None:
-        findings.append(Finding((*path, "acceptance-curve"), "is only used by acceptance: simulated."))
+    if item.acceptance == "simulated" and (item.spec_decoding == "none" or item.thinking is None):
+        findings.append(Finding((*path, "acceptance"), "simulated needs spec-decoding and thinking."))
+    if item.acceptance == "real" and item.thinking is not None:
+        findings.append(Finding((*path, "thinking"), "is only used by acceptance: simulated."))
     for role, engine in entry.roles.engines().items():
         methods = CAPABILITIES[engine].spec_methods
         if role in ("decode", "aggregated") and item.spec_decoding not in methods:

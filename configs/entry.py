@@ -172,10 +172,11 @@ class SearchSpaceEntry(_Concurrencies):
         default=None, gt=0, le=16, description="Draft tokens in a step, for a method other than none."
     )
     acceptance: Literal["real", "simulated"] = Field(
-        default="real", description="simulated takes its mean length from the golden curve. Evals are always real."
+        default="real",
+        description="simulated takes its mean length from the model's golden curve. Evals are always real.",
     )
-    acceptance_curve: str | None = Field(
-        default=None, pattern=r"^[\w.-]+$", description="Golden curve id, for acceptance: simulated."
+    thinking: Literal["thinking-on", "thinking-off"] | None = Field(
+        default=None, description="Mode of the golden curve, for acceptance: simulated; its length is looked up."
     )
 
     def workers(self) -> dict[str, WorkerConfig]:

@@ -138,9 +138,9 @@ def _lookup(
 
 
 def _load_named(file: Path, kind: type[N]) -> N:
-    document = Document.read(file)
-    loaded, found = validate(kind, document.data, document)
-    problems = [*document.problems, *found]
+    document: Document = Document.read(file)
+    loaded, problems = validate(kind, document.data, document)
+    problems += document.problems
     if loaded is not None:
         if loaded.name != file.stem:
             problems.append(document.problem(("name",), f"must equal the file name, '{file.stem}'."))

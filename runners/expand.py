@@ -25,8 +25,10 @@ from configs.job import (
 from configs.load import LoadedEntry, Matrix
 from configs.suggest import suggestion
 from runners.engines import EngineError, RoleContext, adapter_for
+from runners.golden import GoldenError, lookup
 
-WORKER_ROLES: tuple[RoleName, ...] = ("prefill", "decode", "aggregated")
+# Start order: a decode must be there when the first prompt is handed over; the router asks both.
+WORKER_ROLES: tuple[RoleName, ...] = ("decode", "prefill", "aggregated")
 ABSENT = "absent"
 BUNDLED_ROUTER = "baton-pd-router"
 
@@ -80,8 +82,9 @@ def _expand_entry(loaded: LoadedEntry, version_of: VersionOf) -> Iterator[JobSpe
         raise ExpandError(f"{where}: agentic-coding cannot be run by this version; leave the scenario out.")
     for topology in _topologies(loaded):
         try:
-            yield _job(loaded, topology, version_of)
-        except EngineError as error:
+            for acceptance, points in _measurements(loaded, topology):
+                yield _job(loaded, topology.space, acceptance, points, version_of)
+        except (EngineError, GoldenError) as error:
             raise ExpandError(f"{where}: {error}") from error
 
 
@@ -96,9 +99,33 @@ def _topologies(loaded: LoadedEntry) -> list[_Topology]:
     return list(found.values())
 
 
-def _job(loaded: LoadedEntry, topology: _Topology, version_of: VersionOf) -> JobSpec:
-    entry, model, cluster, space = loaded.entry, loaded.model, loaded.cluster, topology.space
-    acceptance = _acceptance(space)
+def _measurements(loaded: LoadedEntry, topology: _Topology) -> list[tuple[AcceptanceSpec, tuple[PointSpec, ...]]]:
+    """What runs on one start of the servers. Evals need real acceptance, so simulated points get a job of their own."""
+    space = topology.space
+    measured = _measured_points(loaded, topology)
+    evals = tuple(_eval_point(loaded, item, index) for index, item in enumerate(loaded.entry.evals))
+    real = AcceptanceSpec(draft_depth=space.draft_depth or 0)
+    if space.acceptance == "real" or space.draft_depth is None or space.thinking is None:
+        return [(real, measured + evals)]
+    golden = lookup(loaded.model.model_prefix, space.spec_decoding, space.thinking, space.draft_depth)
+    simulated = AcceptanceSpec(
+        draft_depth=space.draft_depth,
+        mode="simulated",
+        curve=golden.curve,
+        target_length=golden.target_length,
+        provisional=golden.provisional,
+    )
+    return [(simulated, measured), *([(real, evals)] if evals else [])]
+
+
+def _job(
+    loaded: LoadedEntry,
+    space: SearchSpaceEntry,
+    acceptance: AcceptanceSpec,
+    points: tuple[PointSpec, ...],
+    version_of: VersionOf,
+) -> JobSpec:
+    entry, model, cluster = loaded.entry, loaded.model, loaded.cluster
     handoff = HandoffSpec(
         transport=entry.kv_p2p_transfer or "none",
         protocol=entry.handoff.protocol,
@@ -108,8 +135,9 @@ def _job(loaded: LoadedEntry, topology: _Topology, version_of: VersionOf) -> Job
         deadline_s=entry.handoff.deadline_s,
     )
     processes, num_nodes, packages = _processes(loaded, space, handoff, acceptance)
-    clients = ["aiperf", *(["lm-eval"] if entry.evals else [])]
-    versions = {name: version_of(name) for name in sorted({*packages, *clients})}
+    clients = {"gsm8k": "lm-eval", "fixed-seq-len": "aiperf"}
+    packages |= {clients[point.scenario] for point in points}
+    versions = {name: version_of(name) for name in sorted(packages)}
     router = entry.router.model_dump() if entry.router else None
     if router is None and entry.disagg:
         router = {"name": BUNDLED_ROUTER, "version": versions["baton-bench"]}
@@ -141,7 +169,7 @@ def _job(loaded: LoadedEntry, topology: _Topology, version_of: VersionOf) -> Job
         acceptance=acceptance,
         canary=entry.canary,
         processes=processes,
-        points=_points(loaded, topology),
+        points=points,
         versions=versions,
     )
     return spec.model_copy(update={"fingerprint": spec.computed_fingerprint()})
@@ -149,12 +177,6 @@ def _job(loaded: LoadedEntry, topology: _Topology, version_of: VersionOf) -> Job
 
 def _parallelism(worker: Parallelism | None) -> Parallelism | None:
     return None if worker is None else Parallelism(**worker.model_dump(include=set(Parallelism.model_fields)))
-
-
-def _acceptance(space: SearchSpaceEntry) -> AcceptanceSpec:
-    if space.acceptance == "simulated":
-        raise EngineError("acceptance: simulated needs golden curves, which this version does not have.")
-    return AcceptanceSpec(draft_depth=space.draft_depth or 0, mode=space.acceptance, curve=space.acceptance_curve)
 
 
 def _processes(
@@ -231,14 +253,14 @@ def _process(context: RoleContext, index: int, slot: Slot, image: str | None) ->
     )
 
 
-def _points(loaded: LoadedEntry, topology: _Topology) -> tuple[PointSpec, ...]:
-    """Concurrencies ascending within each pair of lengths, then the evals."""
+def _measured_points(loaded: LoadedEntry, topology: _Topology) -> tuple[PointSpec, ...]:
+    """Concurrencies ascending within each pair of lengths."""
     entry = loaded.entry
     measured = sorted(
         enumerate(topology.measured),
         key=lambda item: (entry.scenarios.fixed_seq_len.index(item[1][0]), item[1][1], item[0]),
     )
-    points: list[PointSpec] = [
+    return tuple(
         FixedSeqLenPoint(
             id=f"isl{scenario.isl}-osl{scenario.osl}-conc{conc}",
             isl=scenario.isl,
@@ -251,10 +273,7 @@ def _points(loaded: LoadedEntry, topology: _Topology) -> tuple[PointSpec, ...]:
             limits=entry.limits,
         )
         for _, (scenario, conc) in measured
-    ]
-    for index, item in enumerate(entry.evals):
-        points.append(_eval_point(loaded, item, index))
-    return tuple(points)
+    )
 
 
 def _point_seed(scenario: FixedSeqLenScenario, conc: int) -> int:

@@ -47,7 +47,7 @@ class RoleContext:
     @property
     def stage_log(self) -> str:
         """Where its stage records go, one JSON line a request."""
-        return f"@run@/stages/{self.name}.jsonl"
+        return f"@run@/stages/{self.name}.stage.jsonl"
 
     def url(self, peer: str) -> str:
         """Reference to another process's HTTP address."""
