@@ -60,6 +60,8 @@ class Answer:
         self._object = "chat.completion" if self._chat else "text_completion"
         self._chunk_object = "chat.completion.chunk" if self._chat else "text_completion"
         self._before, self._after = self._event([self._choice(_HOLE)]).split(_HOLE_JSON)
+        self._begun = False
+        self.silent_token_ids: list[int] = []
         self.completion_tokens = 0
 
     @property
@@ -72,7 +74,7 @@ class Answer:
 
         ``text`` may be empty: a token whose characters are held back or skipped still has its event.
         """
-        first = self.completion_tokens == 0
+        first, self._begun = not self._begun, True
         self.completion_tokens += 1
         if self._plain:
             event = self._before + orjson.dumps(text) + self._after
@@ -85,12 +87,19 @@ class Answer:
             event = self._event([choice], **self._usage_now())
         return self._role_event() + event if first and self._chat else event
 
+    def silent_token(self, token_id: int) -> None:
+        """Counts a token that has no event: the one that ended the sequence."""
+        self.completion_tokens += 1
+        self.silent_token_ids.append(token_id)
+
     def finish_events(self, finish_reason: FinishReason, stop_reason: str | int | None = None, text: str = "") -> bytes:
         """The last events: remaining text and finish reason, usage if it was asked for, [DONE]."""
         choice = self._choice(text) if text or not self._chat else {"index": 0, "delta": {}, "logprobs": None}
         choice["finish_reason"] = finish_reason
         choice["stop_reason"] = stop_reason
-        begin = self._role_event() if self._chat and self.completion_tokens == 0 else b""
+        if self._return_token_ids and self.silent_token_ids:
+            choice["token_ids"] = self.silent_token_ids
+        begin = self._role_event() if self._chat and not self._begun else b""
         usage = self._event([], usage=self.usage) if self._include_usage else b""
         return begin + self._event([choice], **self._usage_now()) + usage + DONE
 

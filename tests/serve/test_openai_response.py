@@ -57,9 +57,12 @@ def test_the_end_of_a_stream(endpoint, include_usage):
     assert all(e["choices"] == [] for e in end[1:-1])
 
 
-def test_an_empty_chat_stream_still_has_its_role():
-    end = events(answer(Endpoint.CHAT).finish_events("stop"))
+def test_a_chat_stream_that_is_only_an_end_token_has_its_role_and_counts_it():
+    out = answer(Endpoint.CHAT, include_usage=True, return_token_ids=True)
+    out.silent_token(2)
+    end = events(out.finish_events("stop"))
     assert end[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert end[1]["choices"][0]["token_ids"] == [2] and end[2]["usage"]["completion_tokens"] == 1
 
 
 @BOTH
