@@ -7,8 +7,9 @@ import contextlib
 import json
 import time
 from pathlib import Path
-from typing import Any
 
+from benchmarks.point import PointResult
+from benchmarks.result import ResultError
 from configs.job import FixedSeqLenPoint, GsmEvalPoint, JobSpec
 from runners import launch
 from runners.events import EventLog
@@ -80,26 +81,20 @@ def judge(job_dir: Path, point: Point, ended: launch.Exit | None, elapsed_s: flo
         return PointOutcome(
             point.id, "failed", None, exit_code, elapsed_s, f"its process {ended.describe()}; {problem}; {last}"
         )
-    verdict = result["verdict"]
-    reasons = "; ".join(f"{reason['code']}: {reason['message']}" for reason in verdict.get("reasons", ()))
-    return PointOutcome(point.id, "produced", bool(verdict["valid"]), exit_code, elapsed_s, reasons)
+    reasons = "; ".join(f"{reason.code}: {reason.message}" for reason in result.verdict.reasons)
+    return PointOutcome(point.id, "produced", result.verdict.valid, exit_code, elapsed_s, reasons)
 
 
-def read_result(job_dir: Path, point_id: str) -> tuple[dict[str, Any] | None, str]:
+def read_result(job_dir: Path, point_id: str) -> tuple[PointResult | None, str]:
     """(result.json of a point, "") or (None, why there is none that counts)."""
     path = job_dir / "points" / point_id / "result.json"
-    try:
-        result = json.loads(path.read_text())
-    except FileNotFoundError:
+    if not path.exists():
         return None, f"{path} was not written"
-    except ValueError as error:
-        return None, f"{path} is not JSON: {error}"
-    if not isinstance(result, dict) or result.get("point") != point_id:
-        return None, f"{path} is not the result of {point_id}"
-    verdict = result.get("verdict")
-    if not isinstance(verdict, dict) or not isinstance(verdict.get("valid"), bool) or "row" not in result:
-        return None, f"{path} carries no verdict or no row"
-    return result, ""
+    try:
+        result = PointResult.read(path)
+    except ResultError as error:
+        return None, str(error)
+    return (result, "") if result.point == point_id else (None, f"{path} is the result of {result.point}")
 
 
 async def _follow_progress(job_dir: Path, point: Point, events: EventLog) -> None:

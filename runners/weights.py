@@ -18,6 +18,7 @@ from typing import Any
 from configs.job import JobSpec
 from configs.model import Architecture, Model, PathWeights, PypiWheelWeights
 from runners import launch
+from runners.bindings import REPO
 from runners.outcome import JobCode, JobFailure, log_tail
 
 TIMEOUT_S = 1800.0
@@ -46,17 +47,32 @@ async def stage(spec: JobSpec) -> Path:
     model = Model.model_validate(spec.model_profile)
     target = Path(spec.resolve("@model@"))
     if model.weights.format == "gguf":
-        source = await asyncio.to_thread(gguf_source, model)
-        dtype = model.weights.converted_dtype
-        if dtype is None:
-            raise WeightsError(f"model {model.name}: a GGUF file needs weights.converted-dtype")
-        await _convert(spec, source, target, dtype)
+        source = gguf_file(model)
+        await asyncio.to_thread(check_sha256, source, model)
+        await _convert(spec, model, source, target)
     await asyncio.to_thread(check_manifest, target, model.architecture)
     return target
 
 
-def gguf_source(model: Model) -> Path:
-    """The model's GGUF file, present and with the right sha256. Raises WeightsError."""
+def model_dir(spec: JobSpec) -> Path:
+    """Where the staged checkpoint lies: the model's own folder when it needs no conversion, else one in the cache."""
+    model = Model.model_validate(spec.model_profile)
+    if isinstance(model.weights, PathWeights) and model.weights.format == "safetensors":
+        return Path(model.weights.path)
+    cache = REPO / str(spec.cluster_profile["paths"]["shared"])
+    return cache / "weights" / f"{model.name}-{model.weights.converted_dtype or 'original'}"
+
+
+def convert_command(model: Model, source: Path, target: Path, python: str = sys.executable) -> list[str]:
+    """The command line that makes ``target`` from a GGUF file."""
+    return [
+        *(python, "-m", "serve.weights.gguf", "--source", str(source), "--out", str(target)),
+        *("--dtype", str(model.weights.converted_dtype)),
+    ]
+
+
+def gguf_file(model: Model) -> Path:
+    """The model's GGUF file, which is there. Raises WeightsError."""
     weights = model.weights
     if isinstance(weights, PypiWheelWeights):
         path = wheel_file(weights)
@@ -69,12 +85,19 @@ def gguf_source(model: Model) -> Path:
         )
     if not path.is_file():
         raise WeightsError(f"{path}: no such file; it is weights.source {weights.source} of model {model.name}")
-    if weights.sha256:
-        with path.open("rb") as file:
-            found = hashlib.file_digest(file, "sha256").hexdigest()
-        if found != weights.sha256:
-            raise WeightsError(f"{path}: sha256 is {found}, model {model.name} names {weights.sha256}; fetch it again")
+    if weights.converted_dtype is None:
+        raise WeightsError(f"model {model.name}: a GGUF file needs weights.converted-dtype")
     return path
+
+
+def check_sha256(path: Path, model: Model) -> None:
+    """The file is the one that the model names. Raises WeightsError."""
+    if model.weights.sha256 is None:
+        return
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != model.weights.sha256:
+        raise WeightsError(f"{path}: sha256 is {found}, model {model.name} names {model.weights.sha256}; {AGAIN}")
 
 
 def wheel_file(weights: PypiWheelWeights) -> Path:
@@ -92,11 +115,11 @@ def wheel_file(weights: PypiWheelWeights) -> Path:
     return Path(str(distribution.locate_file(weights.file)))
 
 
-async def _convert(spec: JobSpec, source: Path, target: Path, dtype: str) -> None:
+async def _convert(spec: JobSpec, model: Model, source: Path, target: Path) -> None:
     log = spec.job_dir() / "logs" / "weights.log"
     converter = await launch.start(
         "weights",
-        [sys.executable, "-m", "serve.weights.gguf", "--source", str(source), "--out", str(target), "--dtype", dtype],
+        convert_command(model, source, target),
         env=launch.clean_environment({"PYTHONPATH": spec.resolve("@repo@"), "HF_HUB_OFFLINE": "1"}),
         cwd=spec.job_dir(),
         log=log,

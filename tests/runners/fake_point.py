@@ -8,6 +8,8 @@ import sys
 import time
 from pathlib import Path
 
+REASON = {"code": "zero_tokens", "message": "it was too bad"}
+
 
 def main() -> int:
     parser = argparse.ArgumentParser()
@@ -24,13 +26,21 @@ def main() -> int:
         (folder / "hanging").touch()
         time.sleep(600)
     valid = behaviour != "invalid"
+    spec = json.loads(options.spec.read_text())
     result = {
         "schema_version": 1,
         "definitions_version": 1,
         "point": options.point,
         "scenario": "fixed-seq-len",
-        "verdict": {"valid": valid, "reasons": [] if valid else [{"code": "too_bad", "message": "it was too bad"}]},
+        "fingerprint": spec["fingerprint"],
+        "key": spec["key"],
+        "verdict": {"valid": valid, "reasons": [] if valid else [REASON]},
         "row": {"conc": 1, "num_gpus": 2},
+        "stages": {},
+        "client": {},
+        "artifacts": [],
+        "started_at": "2026-01-01T00:00:00Z",
+        "ended_at": "2026-01-01T00:00:01Z",
     }
     (folder / "progress.json").write_text(json.dumps({"done": 1, "total": 1}))
     (folder / "result.json").write_text(json.dumps(result))

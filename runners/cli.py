@@ -1,0 +1,196 @@
+"""The command line, ``baton``. What is heavy is imported inside the command that needs it: --help must be instant."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import click
+import typer
+
+EXIT_OK, EXIT_INVALID, EXIT_USAGE, EXIT_INFRASTRUCTURE, EXIT_INTERRUPTED = 0, 1, 64, 75, 130
+EPILOG = (
+    "Exit status: 0 valid and complete; 1 an invalid result; 2 inconclusive; 64 usage or configuration; "
+    "75 infrastructure, worth a retry; 130 interrupted."
+)
+
+app = typer.Typer(
+    name="baton",
+    help="Benchmarks prefill/decode-disaggregated LLM serving: one YAML file in, judged numbers out.",
+    epilog=EPILOG,
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+changelog_app = typer.Typer(help="The append-only record of what was measured.", no_args_is_help=True)
+app.add_typer(changelog_app, name="changelog")
+
+Config = Annotated[Path, typer.Option("--config", "-c", help="Matrix file, e.g. configs/local.yaml.")]
+Only = Annotated[
+    list[str] | None, typer.Option("--only", metavar="GLOB", help="Only entries whose key matches; repeatable.")
+]
+OutputDir = Annotated[Path, typer.Option("--output-dir", "-o", help="Where run folders are made.")]
+Json = Annotated[bool, typer.Option("--json", help="Records on stdout, one JSON object a line; all else on stderr.")]
+ChangelogPath = Annotated[
+    Path | None, typer.Option("--changelog", help="Changelog file; default: perf-changelog.yaml of the repository.")
+]
+
+
+@app.command(epilog=EPILOG)
+def sweep(
+    config: Config,
+    only: Only = None,
+    plan_only: Annotated[bool, typer.Option("--plan", help="Print what would start, and start nothing.")] = False,
+    output_dir: OutputDir = Path("results"),
+    changelog: ChangelogPath = None,
+    json_records: Json = False,
+) -> int:
+    """Run a matrix: stage, serve, measure, judge, record, report."""
+    from runners import sweep as runner
+
+    options = runner.Options(config, tuple(only or ()), output_dir, changelog, json_records)
+    return _print_plan(options) if plan_only else runner.sweep(options)
+
+
+@app.command()
+def plan(config: Config, only: Only = None, output_dir: OutputDir = Path("results"), json_records: Json = False) -> int:
+    """Print every process that a sweep would start, with its exact command line."""
+    from runners.sweep import Options
+
+    return _print_plan(Options(config, tuple(only or ()), output_dir, None, json_records))
+
+
+@app.command()
+def preflight(
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="Matrix file.")] = None,
+    only: Only = None,
+    output_dir: OutputDir = Path("results"),
+    list_checks: Annotated[bool, typer.Option("--list", help="List the checks instead of running them.")] = False,
+    json_records: Json = False,
+) -> int:
+    """Check this machine against a matrix without starting anything."""
+    from dataclasses import asdict
+
+    from runners.preflight import REGISTRY, Context, errors, run_checks
+    from runners.progress import dumps
+
+    if list_checks:
+        for entry in REGISTRY.values():
+            record = {"code": entry.code, "description": entry.description}
+            print(dumps(record) if json_records else f"{entry.code:<24} {entry.description}")
+        return EXIT_OK
+    if config is None:
+        raise click.UsageError("Missing option '--config' / '-c'.")
+    from configs.load import load_matrix
+    from runners.expand import expand
+
+    findings = run_checks(Context(expand(load_matrix(config), only or ()), output_dir))
+    for finding in findings:
+        print(dumps(asdict(finding)) if json_records else finding)
+    if not findings:
+        print(f"{len(REGISTRY)} checks passed", file=sys.stderr)
+    return EXIT_INFRASTRUCTURE if errors(findings) else EXIT_OK
+
+
+@app.command()
+def report(run: Annotated[Path, typer.Argument(help="Run folder, e.g. results/latest.")]) -> int:
+    """Rebuild rows.json and the report of a run from its results."""
+    from runners.sweep import rebuild
+
+    print(rebuild(run))
+    return EXIT_OK
+
+
+@app.command()
+def schema(
+    output_dir: Annotated[
+        Path | None, typer.Option("--output-dir", "-o", help="Folder; default: configs/schema.")
+    ] = None,
+) -> int:
+    """Write the JSON Schemas that editors use for the YAML files."""
+    from configs.schema import SCHEMA_DIR, write_json_schemas
+
+    for path in write_json_schemas(output_dir or SCHEMA_DIR):
+        print(path)
+    return EXIT_OK
+
+
+@changelog_app.command("check")
+def changelog_check(
+    base: Annotated[str, typer.Option("--base", metavar="REF", help="Git revision to compare with.")],
+    path: ChangelogPath = None,
+) -> int:
+    """Check that nothing but whole entries was appended since a revision."""
+    from runners import changelog
+
+    file = path or changelog.default_path()
+    added = changelog.check(file, base)
+    print(f"{file}: {len(added)} entr{'y' if len(added) == 1 else 'ies'} appended since {base}")
+    return EXIT_OK
+
+
+def _print_plan(options: object) -> int:
+    from runners import sweep as runner
+    from runners.plan import render, to_json
+    from runners.progress import dumps
+
+    assert isinstance(options, runner.Options)
+    for spec in runner.plan(options):
+        print(dumps(to_json(spec)) if options.json_records else render(spec))
+    return EXIT_OK
+
+
+def run(argv: Sequence[str]) -> int:
+    """Runs one command line and returns its exit status; errors of users and machines become one message each."""
+    try:
+        status = app(args=list(argv), prog_name="baton", standalone_mode=False)
+        return status if isinstance(status, int) else EXIT_OK
+    except click.exceptions.NoArgsIsHelpError as error:
+        print(error.format_message(), file=sys.stderr)
+        return EXIT_USAGE
+    except click.ClickException as error:
+        error.show(sys.stderr)
+        return EXIT_USAGE
+    except (click.Abort, KeyboardInterrupt):
+        print("interrupted", file=sys.stderr)
+        return EXIT_INTERRUPTED
+    except BrokenPipeError:
+        # The reader of stdout has had enough; the interpreter must not complain while it closes.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_OK
+    except Exception as error:
+        status = _known(error)
+        if status is None:
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        return status
+
+
+def _known(error: Exception) -> int | None:
+    """The exit status of an error that a step raises on purpose; None for a defect, which keeps its traceback."""
+    from benchmarks.result import ResultError
+    from configs.document import ConfigError
+    from runners.bindings import BindingError
+    from runners.changelog import ChangelogError
+    from runners.expand import ExpandError
+    from runners.outcome import JobFailure
+    from runners.run_folder import RunFolderError
+    from runners.submit import SubmitError
+    from runners.sweep import PreflightError
+
+    if isinstance(error, (ConfigError, ExpandError, SubmitError)):
+        return EXIT_USAGE
+    if isinstance(error, (BindingError, RunFolderError, PreflightError, JobFailure)):
+        return EXIT_INFRASTRUCTURE
+    if isinstance(error, (ChangelogError, ResultError)):
+        return EXIT_INVALID
+    return None
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Entry point of the ``baton`` script."""
+    sys.exit(run(sys.argv[1:] if argv is None else argv))
