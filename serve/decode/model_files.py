@@ -45,4 +45,3 @@ def _json(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict):
         raise ValueError(f"{path}: must hold a JSON object")
     return document
-
