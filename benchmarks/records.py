@@ -21,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 DEFINITIONS_VERSION = 1
+# How aiperf names an answer of which every chunk was empty.
+_NO_CONTENT = "InvalidInferenceResultError"
 
 
 class RecordError(ValueError):
@@ -48,6 +50,7 @@ class RequestRecord:
     asked_output_tokens: int | None = None
     finish_reason: str | None = None
     done: bool | None = None
+    no_content: bool = False
 
     @property
     def ok(self) -> bool:
@@ -63,16 +66,21 @@ class RequestRecord:
             return "cancelled"
         if self.truncated:
             return "stream ended before usage and [DONE]"
-        if not self.output_tokens or self.e2e_ms is None or self.ttft_ms is None:
-            return "no output tokens"
-        return None
+        return "no output tokens" if self.empty else None
+
+    @property
+    def empty(self) -> bool:
+        """Answered to the end, without any content."""
+        if self.error is not None or self.cancelled or self.truncated:
+            return False
+        return self.no_content or not self.output_tokens or self.e2e_ms is None or self.ttft_ms is None
 
     @property
     def truncated(self) -> bool:
         """A stream that ended without an error and without its end: usage is the last thing before [DONE]."""
         if self.error is not None or self.cancelled:
             return False
-        return self.output_tokens is None or self.done is False
+        return self.done is False or (self.output_tokens is None and not self.no_content)
 
     @property
     def tpot_ms(self) -> float | None:
@@ -178,8 +186,8 @@ def _record(row: dict[str, Any]) -> RequestRecord:
         return None if found is None else int(found)
 
     start_ns = int(metadata["request_start_ns"])
-    message = None
-    if error:
+    message, no_content = None, (error or {}).get("type") == _NO_CONTENT
+    if error and not no_content:
         message = f"{error.get('code') or error.get('type') or 'error'}: {error.get('message') or 'no message'}"
     return RequestRecord(
         request_id=metadata["x_request_id"],
@@ -195,6 +203,7 @@ def _record(row: dict[str, Any]) -> RequestRecord:
         cached_tokens=tokens("usage_prompt_cache_read_tokens"),
         error=message,
         cancelled=bool(metadata["was_cancelled"]),
+        no_content=no_content,
     )
 
 

@@ -245,6 +245,11 @@ def eval_row(
     )
 
 
+def bare_row(spec: JobSpec) -> dict[str, Any]:
+    """The identity alone, flat: for a planned point that left no result."""
+    return RowIdentity(**_identity(spec, None, None)).flat()
+
+
 def role_fields(spec: JobSpec) -> dict[str, int | bool]:
     """tp, pp, ... of an aggregated job; prefill_tp, ..., decode_num_workers of a disaggregated one."""
     if spec.aggregated is not None:

@@ -137,7 +137,7 @@ def check_failures(records: Sequence[RequestRecord], max_error_rate: float) -> l
     if truncated:
         message = f"{_these(truncated)} ended without usage and [DONE]"
         reasons.append(Reason(code=ReasonCode.TRUNCATED_STREAM, message=message))
-    empty = [record for record in records if record.output_tokens is not None and record.failure == "no output tokens"]
+    empty = [record for record in records if record.empty]
     if empty or (records and not any(record.output_tokens for record in records)):
         message = f"{_these(empty)} produced no content" if empty else "no request produced any output token"
         reasons.append(Reason(code=ReasonCode.ZERO_TOKENS, message=message))

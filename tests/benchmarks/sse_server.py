@@ -37,6 +37,7 @@ class SseServer:
     count_prompt: Callable[[str], int] = lambda content: len(content.split())
     answer: Callable[[dict[str, Any]], str] | None = None
     started_s: float = 1000.0
+    stage_log: Callable[[Served], None] | None = None
     served: list[Served] = field(default_factory=list)
     url: str = ""
 
@@ -135,4 +136,6 @@ class SseServer:
                 usage["prompt_tokens_details"] = {"cached_tokens": prompt - 1}  # type: ignore[assignment]
             await event({**chunk({}), "choices": [], "usage": usage})
         await event("[DONE]")
+        if self.stage_log:
+            self.stage_log(entry)
         return response
