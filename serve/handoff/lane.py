@@ -32,7 +32,7 @@ IDLE_S = 30.0
 SETTLE_POLL_S = 0.02
 
 
-@dataclass
+@dataclass(eq=False)
 class Carried:
     """A hand-off on its lane. Times are on the lane's clock, in seconds."""
 
@@ -91,7 +91,8 @@ class Lane:
         self._ended = ended
         self._freed = freed
         self._changed = threading.Condition()
-        self._live: dict[str, Carried] = {}
+        # In the order in which they are served next; the values say nothing.
+        self._live: dict[Carried, None] = {}
         self._idle_connections: deque[ControlConnection] = deque(maxlen=threads)
         self._threads: set[threading.Thread] = set()
         self._closing = False
@@ -99,7 +100,7 @@ class Lane:
     def add(self, carried: Carried) -> None:
         """Queues a new hand-off's reserve."""
         with self._changed:
-            self._live[carried.staged.handoff_id] = carried
+            self._live[carried] = None
             if len(self._threads) < min(self._limit, len(self._live)):
                 thread = threading.Thread(target=self._run, name=f"handoff-{self.control_address}", daemon=True)
                 self._threads.add(thread)
@@ -134,7 +135,7 @@ class Lane:
         """Aborts what is left and joins; False when a thread is still in a write to a silent peer."""
         with self._changed:
             self._closing = True
-            for carried in self._live.values():
+            for carried in self._live:
                 carried.abandoned = carried.abandoned or "the prefill worker is shutting down"
             self._changed.notify_all()
             threads = list(self._threads)
@@ -165,12 +166,12 @@ class Lane:
         with self._changed:
             while True:
                 now = self._clock()
-                waiting = [carried for carried in self._live.values() if not carried.busy]
+                waiting = [carried for carried in self._live if not carried.busy]
                 for carried in waiting:
                     if carried.has_work(now):
                         carried.busy = True
                         # Round robin: a long hand-off goes to the end of the line.
-                        self._live[carried.staged.handoff_id] = self._live.pop(carried.staged.handoff_id)
+                        self._live[carried] = self._live.pop(carried)
                         return carried
                 left = give_up - time.monotonic()
                 if (self._closing and not waiting) or (left <= 0 and not self._live):
@@ -304,12 +305,12 @@ class Lane:
     def _end(self, carried: Carried, error: HandoffError | None) -> None:
         carried.staged.close()
         carried.timings["total_ms"] = (self._clock() - carried.opened_s) * 1e3
-        if error is not None:
-            self._farewell(carried, error)
         try:
             self._ended(carried, error)
         except Exception:
             log.exception("handoff %s: the on_done callback failed", carried.staged.handoff_id)
+        if error is not None:
+            self._farewell(carried, error)
         # The connection stays open meanwhile: to the receiver an open one says that bytes may still come.
         while self._in_flight(carried) and not self._closing:
             time.sleep(SETTLE_POLL_S)
@@ -323,7 +324,7 @@ class Lane:
         if not self._in_flight(carried):
             self._freed(carried)
         with self._changed:
-            del self._live[carried.staged.handoff_id]
+            del self._live[carried]
             self._changed.notify_all()
 
     def _in_flight(self, carried: Carried) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Sequence
@@ -32,6 +33,7 @@ class MooncakeTransport:
         self._host = ""
         self._session = ""
         self._registered: dict[int, int] = {}
+        self._reached: set[str] = set()
         self._given_up: dict[int, Piece] = {}
         self._lock = threading.Lock()
 
@@ -87,6 +89,7 @@ class MooncakeTransport:
         """Writes all pieces; see Transport.write."""
         engine = self._started()
         deadline = time.monotonic() + timeout_s
+        self._reach(session, deadline)
         running: dict[int, Piece] = {}
         failed: HandoffError | None = None
         waiting = list(reversed(pieces))
@@ -123,16 +126,18 @@ class MooncakeTransport:
             time.sleep(pause)
             pause = min(pause * 1.5, MAX_POLL_S)
         if failed is not None:
+            self._reached.discard(session)
             raise failed
 
     def in_flight(self, address: int, nbytes: int) -> bool:
         """Whether a write that ran out of time may still read [address, address + nbytes)."""
-        engine = self._started()
         with self._lock:
+            if self._engine is None:
+                return False
             for transfer, (local, _, length) in list(self._given_up.items()):
                 if not (local < address + nbytes and address < local + length):
                     continue
-                if engine.transfer_check_status(transfer) in (_RUNNING, _TIMED_OUT):
+                if self._engine.transfer_check_status(transfer) in (_RUNNING, _TIMED_OUT):
                     return True
                 # The engine forgets a transfer once it has reported its end: never ask twice.
                 del self._given_up[transfer]
@@ -153,6 +158,25 @@ class MooncakeTransport:
             self.unregister(address)
         with self._lock:
             self._engine = None
+
+    def _reach(self, session: str, deadline: float) -> None:
+        """Makes sure, by the deadline, that a peer answers before the engine opens a session with it.
+
+        Opening waits up to 60 s for a stopped peer and holds the engine's lock meanwhile, so that no write to anybody
+        could be submitted; a probe does neither.
+        """
+        if session in self._reached:
+            return
+        engine = self._started()
+        answers: queue.SimpleQueue[int] = queue.SimpleQueue()
+        threading.Thread(target=lambda: answers.put(engine.send_probe(session)), daemon=True).start()
+        try:
+            status = answers.get(timeout=max(0.0, deadline - time.monotonic()))
+        except queue.Empty:
+            raise HandoffError(HandoffCode.DEADLINE_EXCEEDED, f"{session} does not answer a probe in time") from None
+        if status != 0:
+            raise HandoffError(HandoffCode.PEER_UNREACHABLE, f"no transfer engine answers at {session}")
+        self._reached.add(session)
 
     def _started(self) -> Any:
         if self._engine is None:
