@@ -25,10 +25,11 @@ def check_topology(path: Path, space: SearchSpaceEntry, model: Model | None, clu
     findings = []
     for role, worker in space.workers().items():
         at = (*path, role)
-        findings += _check_cpu(at, worker, cluster) if cluster.gpu is None else _check_gpus(at, worker, cluster)
-        findings += _check_divisibility(at, worker)
-        if model is not None:
-            findings += _check_architecture(at, worker, model)
+        if cluster.gpu is None:
+            findings += _check_cpu(at, worker, cluster)
+        else:
+            findings += _check_gpus(at, worker, cluster) + _check_divisibility(at, worker)
+            findings += _check_architecture(at, worker, model) if model is not None else []
         if worker.hardware is not None and worker.hardware != cluster.hardware:
             message = f"'{worker.hardware}' is not what {cluster.name} has ({cluster.hardware})."
             findings.append(Finding((*at, "hardware"), message))
@@ -73,7 +74,7 @@ def place(workers: list[Parallelism] | list[WorkerConfig], gpus_per_node: int) -
 
 
 def _check_cpu(at: Path, worker: WorkerConfig, cluster: Cluster) -> list[Finding]:
-    findings = [
+    return [
         Finding((*at, name), f"{name} {value} needs GPUs; {cluster.name} has none.", "It must be 1.")
         for name, value in (
             ("tp", worker.tp),
@@ -84,7 +85,6 @@ def _check_cpu(at: Path, worker: WorkerConfig, cluster: Cluster) -> list[Finding
         )
         if value > 1
     ]
-    return findings
 
 
 def _check_gpus(at: Path, worker: WorkerConfig, cluster: Cluster) -> list[Finding]:

@@ -81,7 +81,7 @@ class Document:
             if node is not None:
                 _Walk(name, positions, problems).visit(node, ())
             # Aliases make the walk larger than the text, so it bounds what the constructor may build.
-            data = yaml.load(text) if node is not None else None
+            data = _plain(yaml.load(text)) if node is not None else None
         except MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             line, column = (mark.line + 1, mark.column + 1) if mark else (0, 0)
@@ -142,6 +142,13 @@ class _Walk:
             seen[key] = line
             self.positions[(*path, key)] = (line, column)
             self.visit(value_node, (*path, key))
+
+
+def _plain(data: Any) -> Any:
+    """Keys as text: what is no text has been reported by then, and JSON knows nothing else."""
+    if isinstance(data, dict):
+        return {str(key): _plain(value) for key, value in data.items()}
+    return [_plain(item) for item in data] if isinstance(data, list) else data
 
 
 def _position(node: Node) -> tuple[int, int]:

@@ -36,6 +36,16 @@ class UnresolvedReference(KeyError):
     """A reference has no binding: the spec was used before the run bound it."""
 
 
+def fingerprint_of(document: dict[str, Any]) -> str:
+    """sha256 (hex) over the content of a spec.json: all but the fingerprint itself, run-only fields and where things
+    lie (recipe file, paths, ports). The order of keys does not matter."""
+    content = {key: value for key, value in document.items() if key not in ("fingerprint", "run", "config-file")}
+    profile = content["cluster-profile"]
+    content["cluster-profile"] = {key: profile[key] for key in profile if key not in ("paths", "port-range")}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
 class Parallelism(Strict):
     """How one worker of a role is spread over GPUs."""
 
@@ -222,17 +232,9 @@ class JobSpec(Strict):
         """All devices that per-GPU figures divide by."""
         return self.num_prefill_gpu + self.num_decode_gpu
 
-    def content(self) -> dict[str, Any]:
-        """What the fingerprint covers: all but itself, run-only fields and where things lie (file, paths, ports)."""
-        content = self.model_dump(mode="json", by_alias=True, exclude={"fingerprint", "run", "config_file"})
-        for name in ("paths", "port-range"):
-            content["cluster-profile"].pop(name, None)
-        return content
-
     def computed_fingerprint(self) -> str:
-        """sha256 (hex) of the canonical JSON of `content`."""
-        text = json.dumps(self.content(), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
-        return hashlib.sha256(text.encode()).hexdigest()
+        """`fingerprint_of` this document."""
+        return fingerprint_of(self.model_dump(mode="json", by_alias=True))
 
     def process(self, name: str) -> ProcessSpec:
         """The process of that name; KeyError if the job has none."""

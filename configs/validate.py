@@ -47,7 +47,13 @@ def validate(schema: type[M], data: Any, document: Document, at: YamlPath = ()) 
     try:
         return schema.model_validate_json(json.dumps(data, default=str, allow_nan=True), strict=True), []
     except ValidationError as error:
-        return None, [_translate(schema, data, details, document, at) for details in error.errors(include_url=False)]
+        found = [details for details in error.errors(include_url=False) if not _is_echo(details)]
+        return None, [_translate(schema, data, details, document, at) for details in found]
+
+
+def _is_echo(details: ErrorDetails) -> bool:
+    """Items that failed are not counted, so a list of one wrong item is also called too short."""
+    return details["type"] == "too_short" and len(details["input"]) >= details.get("ctx", {}).get("min_length", 0)
 
 
 def _translate(schema: type[BaseModel], data: Any, details: ErrorDetails, document: Document, at: YamlPath) -> Problem:

@@ -1,0 +1,186 @@
+"""Engine adapters: the command lines are exactly the servers' own, and vLLM's own parser takes every flag."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs.engine_args import CAPABILITIES, FRAMEWORK_OF, PAIRINGS
+from configs.job import JobSpec, ProcessSpec
+from configs.load import load_matrix
+from runners.engines import ADAPTERS, EngineError, adapter_for
+from runners.engines.base import flag, switch
+from runners.expand import ExpandError, expand
+from tests.configs.recipes import gpu_entry, local_entry, space, write_matrix
+
+
+def process_of(folder: Path, entry: dict[str, Any], name: str) -> tuple[JobSpec, ProcessSpec]:
+    job = expand(load_matrix(write_matrix(folder, entry)), version_of=lambda _: "1")[0]
+    return job, job.process(name)
+
+
+def option(process: ProcessSpec, name: str) -> str:
+    return process.argv[process.argv.index(name) + 1]
+
+
+def test_prefill_loads_our_connector_with_the_specs_numbers(tmp_path: Path) -> None:
+    job, process = process_of(tmp_path, local_entry(), "prefill-0")
+    assert process.argv[:3] == ("@python@", "-m", "vllm.entrypoints.openai.api_server")
+    config = json.loads(option(process, "--kv-transfer-config"))
+    assert config == {
+        "kv_connector": "BatonConnector",
+        "kv_connector_module_path": "serve.handoff.vllm_connector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": {
+            "transport": "mooncake",
+            "protocol": "tcp",
+            "host": "@host:prefill-0@",
+            "staging_bytes": job.handoff.staging_bytes,
+            "deadline_s": 60,
+            "stage_log": "@run@/stages/prefill-0.stage.jsonl",
+            "kv_dtype": "float32",
+        },
+    }
+    assert process.env == {
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": "@repo@",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    assert process.writes == ("@run@/stages/prefill-0.stage.jsonl",)
+
+
+def test_decode_gets_pool_batch_and_ports(tmp_path: Path) -> None:
+    _, process = process_of(tmp_path, local_entry(), "decode-0")
+    assert process.ports == ("http", "control")
+    assert option(process, "--control-port") == "@port:decode-0:control@"
+    assert option(process, "--pool-bytes") == str(512 << 20)
+    assert option(process, "--max-batch-size") == "8" and option(process, "--queue-depth") == "16"
+    assert "--allow-local-prefill" not in process.argv
+
+
+def test_router_knows_every_prefill_and_decode(tmp_path: Path) -> None:
+    entry = local_entry()
+    space(entry)["prefill"] = {"num-worker": 2}
+    space(entry)["decode"] = {"num-worker": 3}
+    _, process = process_of(tmp_path, entry, "router-0")
+    urls = [process.argv[index + 1] for index, part in enumerate(process.argv) if part in ("--prefill", "--decode")]
+    assert urls == [
+        f"http://@host:{name}@:@port:{name}:http@"
+        for name in ("prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2")
+    ]
+
+
+@pytest.mark.parametrize("module", ["serve.decode_server", "serve.pd_router"])
+def test_our_servers_take_every_flag(tmp_path: Path, module: str) -> None:
+    if importlib.util.find_spec(module) is None:
+        pytest.skip(f"{module} is not there")
+    entry = local_entry()
+    entry["roles"]["decode"]["args"]["allow-local-prefill"] = True
+    job = expand(load_matrix(write_matrix(tmp_path, entry)), version_of=lambda _: "1")[0]
+    process = next(process for process in job.processes if module in process.argv)
+    run = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
+    unknown = [part for part in process.argv if part.startswith("--") and part not in run.stdout]
+    assert unknown == []
+
+
+PARSE = """
+import json, sys
+from vllm.entrypoints.launchers.cli_args import make_arg_parser
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = make_arg_parser(FlexibleArgumentParser())
+for argv in json.loads(sys.stdin.read()):
+    parser.parse_args(argv)
+"""
+
+
+def test_vllms_own_parser_takes_every_flag(tmp_path: Path) -> None:
+    if importlib.util.find_spec("vllm") is None:
+        pytest.skip("vllm is not installed")
+    full, dp_attn = gpu_entry(), gpu_entry()
+    full["roles"]["aggregated"]["args"] = {
+        "dtype": "bfloat16",
+        "max-num-batched-tokens": 8192,
+        "max-num-seqs": 64,
+        "block-size": 64,
+        "gpu-memory-utilization": 0.9,
+        "kv-cache-dtype": "fp8_ds_mla",
+        "enable-prefix-caching": False,
+        "quantization": "fp8",
+        "trust-remote-code": True,
+        "reasoning-parser": "glm45",
+        "tool-call-parser": "glm47",
+        "async-scheduling": True,
+        "custom-ops": "none",
+    }
+    space(full)["aggregated"] |= {"tp": 4, "pp": 2, "dcp-size": 2, "ep": 4}
+    space(full).update({"spec-decoding": "mtp", "draft-depth": 3, "acceptance": "simulated", "thinking": "thinking-on"})
+    space(dp_attn)["aggregated"] |= {"dp-attn": True, "tp": 8}
+    jobs = expand(load_matrix(write_matrix(tmp_path, local_entry(), full, dp_attn)), version_of=lambda _: "1")
+    processes = [process for job in jobs for process in job.processes if process.engine == "vllm"]
+    argvs = [list(process.argv[3:]) for process in processes]
+    for argv in argvs:
+        argv[argv.index("--port") + 1] = "8000"
+    run = subprocess.run(
+        [sys.executable, "-c", PARSE], input=json.dumps(argvs), capture_output=True, text=True, timeout=240
+    )
+    assert len(argvs) == 3 and run.returncode == 0, run.stderr[-2000:]
+
+
+def test_dp_attention_spreads_attention_not_tensors(tmp_path: Path) -> None:
+    entry = gpu_entry()
+    space(entry)["aggregated"] |= {"dp-attn": True}
+    _, process = process_of(tmp_path, entry, "aggregated-0")
+    assert option(process, "--tensor-parallel-size") == "1" and option(process, "--data-parallel-size") == "8"
+    assert "--enable-expert-parallel" in process.argv and "--kv-transfer-config" not in process.argv
+
+
+def test_acceptance_is_real_unless_simulated(tmp_path: Path) -> None:
+    entry = gpu_entry()
+    space(entry).update({"spec-decoding": "mtp", "draft-depth": 2})
+    _, process = process_of(tmp_path, entry, "aggregated-0")
+    assert json.loads(option(process, "--speculative-config")) == {"method": "mtp", "num_speculative_tokens": 2}
+    space(entry).update({"acceptance": "simulated", "thinking": "thinking-on"})
+    _, process = process_of(tmp_path, entry, "aggregated-0")
+    config = json.loads(option(process, "--speculative-config"))
+    assert (config["rejection_sample_method"], config["synthetic_acceptance_length"]) == ("synthetic", 2.5)
+
+
+def test_a_draft_model_cannot_be_named_yet(tmp_path: Path) -> None:
+    entry = gpu_entry()
+    space(entry).update({"spec-decoding": "draft_model", "draft-depth": 2})
+    with pytest.raises(ExpandError, match="needs a draft model"):
+        process_of(tmp_path, entry, "aggregated-0")
+
+
+def test_readiness_deadline_is_the_recipes_when_given(tmp_path: Path) -> None:
+    entry = local_entry()
+    entry["roles"]["prefill"]["readiness-timeout-s"] = 7
+    job, process = process_of(tmp_path, entry, "prefill-0")
+    assert process.readiness.timeout_s == 7 and job.process("decode-0").readiness.timeout_s > 7
+
+
+def test_adapters_stay_within_the_capabilities_that_recipes_are_checked_by() -> None:
+    for engine, adapter in ADAPTERS.items():
+        assert adapter.name == engine and adapter.roles <= CAPABILITIES[engine].roles
+    for prefill, decode, router in PAIRINGS:
+        assert "prefill" in CAPABILITIES[prefill].roles and "decode" in CAPABILITIES[decode].roles
+        assert "router" in CAPABILITIES[router].roles
+    assert set(FRAMEWORK_OF) == set(CAPABILITIES)
+
+
+def test_an_engine_without_an_adapter_is_named() -> None:
+    with pytest.raises(EngineError, match="no adapter for engine 'tilert'"):
+        adapter_for("tilert", "decode")
+
+
+def test_flags_of_nothing_false_true_and_values() -> None:
+    assert (flag("a", None), flag("a", False), flag("a", True), flag("a", 0)) == ((), (), ("--a",), ("--a", "0"))
+    assert (switch("a", None), switch("a", True), switch("a", False)) == ((), ("--a",), ("--no-a",))

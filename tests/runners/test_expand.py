@@ -1,0 +1,271 @@
+"""Expansion: deterministic, fingerprinted, one job a topology."""
+
+from __future__ import annotations
+
+import copy
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from configs.document import ConfigError
+from configs.job import JobSpec, fingerprint_of
+from configs.load import load_matrix
+from runners.expand import ABSENT, ExpandError, expand, installed_version, job_id
+from tests.configs.recipes import CONFIGS, KEY, gpu_entry, local_entry, space, write_matrix
+
+
+def version_of(name: str) -> str:
+    return f"1.0+{name}"
+
+
+def jobs_of(folder: Path, *entries: dict[str, Any]) -> tuple[JobSpec, ...]:
+    return expand(load_matrix(write_matrix(folder, *entries)), version_of=version_of)
+
+
+def test_the_default_is_one_job_with_its_concurrencies_then_its_eval() -> None:
+    (job,) = expand(load_matrix(CONFIGS / "local.yaml"), version_of=version_of)
+    assert [point.id for point in job.points] == ["isl256-osl32-conc1", "isl256-osl32-conc4", "gsm8k-generated"]
+    assert [process.name for process in job.processes] == ["decode-0", "prefill-0", "router-0"]
+    assert (job.num_prefill_gpu, job.num_decode_gpu, job.num_gpus, job.num_nodes) == (1, 1, 2, 1)
+    assert job.fingerprint == job.computed_fingerprint() and len(job.fingerprint) == 64
+    assert job.router == {"name": "baton-pd-router", "version": "1.0+baton-bench"}
+    assert job.hardware == "cpu" and job.model_prefix == "smollm2"
+
+
+def test_a_spec_survives_its_file(tmp_path: Path) -> None:
+    (job,) = jobs_of(tmp_path, local_entry())
+    job.write(tmp_path / "spec.json")
+    assert JobSpec.read(tmp_path / "spec.json") == job
+    assert JobSpec.read(tmp_path / "spec.json").computed_fingerprint() == job.fingerprint
+
+
+def test_requests_follow_the_rule_of_ten_unless_the_entry_says_otherwise(tmp_path: Path) -> None:
+    plain, own = gpu_entry(), gpu_entry()
+    own["scenarios"]["fixed-seq-len"][0] |= {"requests-per-conc": 2, "min-requests": 20, "warmup-per-conc": 0}
+    counts = [[(p.requests, p.warmup_requests) for p in job.points] for job in jobs_of(tmp_path, plain, own)]
+    assert counts == [[(40, 8), (160, 32)], [(20, 0), (32, 0)]]
+
+
+def test_one_topology_is_one_job_over_lengths_and_entries(tmp_path: Path) -> None:
+    entry = gpu_entry()
+    scenario = entry["scenarios"]["fixed-seq-len"][0]
+    same, other = copy.deepcopy(scenario["search-space"][0]), copy.deepcopy(scenario["search-space"][0])
+    same["conc-list"], other["aggregated"] = [8, 2], {"num-worker": 1, "tp": 4, "ep": 4}
+    scenario["search-space"] += [same, other]
+    entry["scenarios"]["fixed-seq-len"].append({**copy.deepcopy(scenario), "isl": 8192})
+    first, second = jobs_of(tmp_path, entry)
+    expected = [f"isl{isl}-osl1024-conc{conc}" for isl in (1024, 8192) for conc in (2, 4, 8, 16)]
+    assert [point.id for point in first.points] == expected
+    assert len(second.points) == 4 and second.processes[0].gpus == (0, 1, 2, 3)
+    assert first.fingerprint != second.fingerprint and job_id(first) != job_id(second)
+
+
+def test_points_have_seeds_of_their_own(tmp_path: Path) -> None:
+    (job,) = jobs_of(tmp_path, gpu_entry())
+    assert len({point.seed for point in job.points}) == len(job.points)
+
+
+def test_real_thresholds_gate_real_data_only(tmp_path: Path) -> None:
+    hub, generated = gpu_entry(), gpu_entry()
+    base = {"task": "gsm8k", "max-tokens": 64, "conc": 4}
+    hub["evals"] = [{**base, "data": "hub"}, {**base, "data": "hub", "num-fewshot": 0}]
+    generated["evals"] = [{**base, "data": "generated"}]
+    first, second = jobs_of(tmp_path, hub, generated)
+    assert [(p.id, p.threshold) for p in first.points[-2:]] == [("gsm8k-hub", 0.9), ("gsm8k-hub-2", 0.9)]
+    assert second.points[-1].threshold is None
+
+
+def test_simulated_acceptance_is_looked_up_and_kept_away_from_evals(tmp_path: Path) -> None:
+    entry = gpu_entry()
+    space(entry).update(
+        {"spec-decoding": "mtp", "draft-depth": 3, "acceptance": "simulated", "thinking": "thinking-on"}
+    )
+    entry["evals"] = [{"task": "gsm8k", "data": "hub", "max-tokens": 64, "conc": 4}]
+    simulated, real = jobs_of(tmp_path, entry)
+    assert (simulated.acceptance.mode, simulated.acceptance.target_length) == ("simulated", 2.99)
+    assert (real.acceptance.mode, real.acceptance.target_length, real.acceptance.draft_depth) == ("real", None, 3)
+    assert [[point.scenario for point in job.points] for job in (simulated, real)] == [["fixed-seq-len"] * 2, ["gsm8k"]]
+
+
+def test_a_missing_curve_names_the_entry(tmp_path: Path) -> None:
+    entry = gpu_entry()
+    space(entry).update(
+        {"spec-decoding": "mtp", "draft-depth": 16, "acceptance": "simulated", "thinking": "thinking-on"}
+    )
+    with pytest.raises(ExpandError, match=r"matrix.yaml:4: recipe: glm5.2_mtp.yaml has no thinking-on length for"):
+        jobs_of(tmp_path, entry)
+
+
+def test_what_cannot_be_run_yet_is_a_typed_error(tmp_path: Path) -> None:
+    sglang = gpu_entry()
+    sglang |= {"framework": "sglang", "roles": {"aggregated": {"engine": "sglang"}}}
+    with pytest.raises(ExpandError, match="no adapter for engine 'sglang'"):
+        jobs_of(tmp_path, sglang)
+    agentic = gpu_entry()
+    agentic["scenarios"]["agentic-coding"] = [
+        {"trace": "weka", "search-space": [{"aggregated": {"num-worker": 1}, "conc-list": [1]}]}
+    ]
+    with pytest.raises(ExpandError, match="agentic-coding cannot be run"):
+        jobs_of(tmp_path, agentic)
+    bundled = local_entry()
+    bundled["roles"]["prefill"] = {"engine": "bundled"}
+    with pytest.raises(ExpandError, match="cannot build the role prefill yet"):
+        jobs_of(tmp_path, bundled)
+
+
+def test_only_selects_by_glob_in_file_order(tmp_path: Path) -> None:
+    matrix = load_matrix(write_matrix(tmp_path, local_entry(), local_entry(), local_entry()))
+    picked = expand(matrix, only=[f"{KEY}-3", f"{KEY}-[2]"], version_of=version_of)
+    assert [job.key for job in picked] == [f"{KEY}-2", f"{KEY}-3"]
+    with pytest.raises(ExpandError, match=r"--only 'recipee' matches no key.*Did you mean 'recipe'"):
+        expand(matrix, only=["recipee"], version_of=version_of)
+
+
+def test_an_absent_package_does_not_stop_expansion() -> None:
+    assert installed_version("no-such-distribution-anywhere") == ABSENT
+    assert installed_version("pydantic") != ABSENT
+
+
+def test_images_have_no_versions_of_this_environment(tmp_path: Path) -> None:
+    entry = gpu_entry()
+    entry["image"] = "vllm/vllm-openai:v1"
+    (job,) = jobs_of(tmp_path, entry)
+    assert set(job.versions) == {"aiperf"} and job.processes[0].image == "vllm/vllm-openai:v1"
+
+
+# Fingerprint
+
+
+def shuffled(data: Any) -> Any:
+    """The same content with every mapping in reverse key order."""
+    if isinstance(data, dict):
+        return {key: shuffled(data[key]) for key in reversed(data)}
+    return [shuffled(item) for item in data] if isinstance(data, list) else data
+
+
+def test_fingerprint_does_not_depend_on_key_order_place_or_ports(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (job,) = jobs_of(tmp_path, gpu_entry())
+    moved = write_matrix(tmp_path / "elsewhere", shuffled(gpu_entry()))
+    cluster = tmp_path / "elsewhere" / "clusters" / "site.yaml"
+    data = json.loads(cluster.read_text())
+    data |= {"port-range": {"first": 40000, "last": 40100}, "paths": {"shared": "/a", "node-local": "/b"}}
+    cluster.write_text(json.dumps(shuffled(data)))
+    (other,) = expand(load_matrix(moved), version_of=version_of)
+    assert other.fingerprint == job.fingerprint
+    assert other.config_file != job.config_file
+
+
+def leaves(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    if isinstance(data, dict):
+        return [leaf for key, value in data.items() for leaf in leaves(value, (*path, key))]
+    if isinstance(data, list):
+        return [leaf for index, value in enumerate(data) for leaf in leaves(value, (*path, index))]
+    return [path]
+
+
+def changed(data: Any) -> Any:
+    if isinstance(data, bool):
+        return not data
+    if isinstance(data, (int, float)):
+        return data + 1
+    return "changed" if data is None else f"{data}x"
+
+
+def test_fingerprint_changes_with_every_content_field(tmp_path: Path) -> None:
+    (job,) = jobs_of(tmp_path, local_entry())
+    document = job.model_dump(mode="json", by_alias=True)
+    run_only = {("fingerprint",), ("config-file",), ("run",)}
+    profile = {("cluster-profile", name) for name in ("paths", "port-range")}
+    seen = set()
+    for path in leaves(document):
+        edited = copy.deepcopy(document)
+        parent = edited
+        for key in path[:-1]:
+            parent = parent[key]
+        parent[path[-1]] = changed(parent[path[-1]])
+        same = fingerprint_of(edited) == job.fingerprint
+        assert same == (path[:1] in run_only or path[:2] in profile), path
+        seen.add(path)
+    assert len(seen) > 150
+
+
+# Any matrix
+
+
+def number(low: int, high: int) -> st.SearchStrategy[int]:
+    return st.integers(low, high)
+
+
+@st.composite
+def entries(draw: st.DrawFn) -> dict[str, Any]:
+    """A recipe with several values replaced, most of them plausible."""
+    entry = draw(st.sampled_from([local_entry, gpu_entry]))()
+    item = space(entry)
+    for worker in [value for value in item.values() if isinstance(value, dict)]:
+        sizes = st.sampled_from([1, 1, 1, 2, 3, 4, 8, 16])
+        for name in draw(st.sets(st.sampled_from(["tp", "pp", "ep", "dcp-size", "pcp-size"]), max_size=2)):
+            worker[name] = draw(sizes)
+        worker["num-worker"] = draw(st.sampled_from([1, 1, 2, 3, 0]))
+        worker["dp-attn"] = draw(st.sampled_from([False, False, True]))
+    if draw(st.booleans()):
+        item["conc-list"] = draw(st.lists(number(1, 30), min_size=1, max_size=4))
+    else:
+        del item["conc-list"]
+        item |= {"conc-start": draw(number(1, 8)), "conc-end": draw(number(1, 24)), "conc-step": draw(number(2, 5))}
+    if draw(st.booleans()):
+        item |= {
+            "spec-decoding": draw(st.sampled_from(["none", "mtp", "ngram", "draft_model"])),
+            "draft-depth": draw(number(1, 16)),
+            "acceptance": draw(st.sampled_from(["real", "simulated"])),
+        }
+    entry["multinode"] = draw(st.booleans())
+    if draw(st.booleans()):
+        entry["max-model-len"] = draw(number(100, 10000))
+    if draw(st.integers(0, 5)) == 0:
+        engine = draw(st.sampled_from(["vllm", "sglang", "pegainfer", "bundled"]))
+        for role in ("prefill", "aggregated"):
+            if role in entry["roles"]:
+                entry["roles"][role] = {"engine": engine}
+    entry["scenarios"]["fixed-seq-len"][0]["isl"] = draw(number(1, 3000))
+    return entry
+
+
+outcomes: dict[str, int] = {"jobs": 0, "refused": 0, "not yet": 0}
+
+
+@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(entries())
+def check_any_matrix(entry: dict[str, Any]) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            matrix = load_matrix(write_matrix(Path(folder), entry))
+        except ConfigError:
+            outcomes["refused"] += 1
+            return
+        try:
+            jobs = expand(matrix, version_of=version_of)
+        except ExpandError:
+            outcomes["not yet"] += 1
+            return
+    outcomes["jobs"] += 1
+    again = expand(matrix, version_of=version_of)
+    assert jobs and [job.fingerprint for job in again] == [job.fingerprint for job in jobs]
+    for job in jobs:
+        assert job == JobSpec.model_validate_json(json.dumps(job.model_dump(mode="json", by_alias=True)), strict=True)
+        assert len({point.id for point in job.points}) == len(job.points) > 0
+        assert len({process.name for process in job.processes}) == len(job.processes)
+        taken = [(process.node, gpu) for process in job.processes for gpu in process.gpus]
+        assert len(set(taken)) == len(taken), "two processes share a GPU"
+        assert all(process.node < job.num_nodes for process in job.processes)
+
+
+def test_any_matrix_that_loads_becomes_jobs_or_a_typed_error() -> None:
+    outcomes.update(jobs=0, refused=0)
+    check_any_matrix()
+    assert outcomes["jobs"] > 5 and outcomes["refused"] > 5, outcomes
