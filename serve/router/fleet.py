@@ -122,6 +122,9 @@ class Backend:
             self._mark(False, f"no answer to {self.probe_path} within {PROBE_TIMEOUT_S:g} s")
         except (BackendLost, ValueError) as error:
             self._mark(False, str(error))
+        except Exception as error:  # the watch must outlive it
+            log.exception("probe of %s failed", self.url)
+            self._mark(False, repr(error))
         finally:
             self._probing = None
 

@@ -103,11 +103,16 @@ class Relay:
     def close(self) -> None:
         """Stops watching; must be called however the relay ends."""
         self._watch.cancel()
+        self._let_go()
+
+    def _let_go(self) -> None:
         self._exchange.flow = None
         if self._paused:
             self.resume()
+        self._connection = None
 
     def _finish(self) -> None:
+        self._let_go()  # the connection may serve another request from here on
         if not self.done.done():
             self.done.set_result(None)
 

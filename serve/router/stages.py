@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
@@ -11,6 +12,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 
 if TYPE_CHECKING:
     from serve.router.fleet import Fleet
+
+log = logging.getLogger("baton.router")
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -69,12 +72,18 @@ class StageLog:
             self._file = path.open("ab", buffering=0)
 
     def write(self, record: StageRecord) -> None:
-        if self._file is not None:
+        if self._file is None:
+            return
+        try:
             self._file.write(record.line())
+        except OSError as error:  # a full disk must not fail requests
+            log.error("stage log: %s; no more records are written", error)
+            self.close()
 
     def close(self) -> None:
         if self._file is not None:
             self._file.close()
+            self._file = None
 
 
 class RouterMetrics:
