@@ -44,6 +44,11 @@ class MooncakeTransport:
             raise RuntimeError("the Mooncake transport has not been started")
         return self._session
 
+    @property
+    def engine(self) -> Any:
+        """Mooncake's own ``TransferEngine``, for measurements of the bare engine. Only after start()."""
+        return self._started()
+
     def start(self, host: str) -> None:
         """Starts an engine. Raises HandoffError(transport_failed): library missing, or the engine refuses."""
         with self._lock:
