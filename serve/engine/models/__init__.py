@@ -1,0 +1,24 @@
+"""Model files of the bundled engine; ``create_model`` picks one by config.json's model_type."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from serve.engine.models.base import DecoderModel
+from serve.engine.models.llama import LlamaModel
+from serve.weights.index import Checkpoint
+
+_MODELS = {"llama": LlamaModel}
+
+
+def create_model(
+    config: Mapping[str, Any], checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_model_len: int
+) -> DecoderModel:
+    """The model of ``config`` (config.json's content), loaded. Raises ValueError for what no model file supports."""
+    kind = config.get("model_type")
+    if kind not in _MODELS:
+        raise ValueError(f"config.json: model_type {kind!r} is not supported, only {', '.join(sorted(_MODELS))}")
+    return _MODELS[kind](config, checkpoint, dtype, device, max_model_len)

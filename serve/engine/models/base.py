@@ -1,0 +1,67 @@
+"""The contract between the engine and a model file.
+
+Legend: N = tokens of one forward (all sequences' tokens side by side), E = hidden size, V = vocabulary. The model owns
+the meaning of its cache planes; the engine owns sequences, batching and sampling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from serve.engine.base import LayerKV
+from serve.engine.kv_cache import CachePlane, KVRegion
+
+
+@dataclass(frozen=True)
+class Span:
+    """The ``count`` new tokens of one sequence in a forward; ``start`` tokens are in its cache before them."""
+
+    cache: Any
+    start: int
+    count: int
+
+
+class DecoderModel(Protocol):
+    """Weights and arithmetic of one architecture on one device. Called under torch.inference_mode by one thread."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def cache_planes(self) -> Sequence[CachePlane]: ...
+
+    def open_cache(self, region: KVRegion) -> Any:
+        """The model's own view of a sequence's region; goes into Span.cache."""
+
+    def inject(self, cache: Any, kv: LayerKV, tokens: int) -> None:
+        """Copies one layer's received rows to positions 0..tokens-1. Raises ValueError for wrong planes or shapes."""
+
+    @property
+    def kv_layers(self) -> int:
+        """How many layers inject() must be given for a sequence to be complete."""
+
+    def forward(self, token_ids_N: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+        """hidden_NE after the final norm; writes the new tokens' cache rows. N = sum of the spans' counts, in order."""
+
+    def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        """logits_NV."""
+
+
+def positions(spans: Sequence[Span], device: torch.device) -> torch.Tensor:
+    """positions_N of a forward's tokens."""
+    if all(span.count == 1 for span in spans):
+        return torch.tensor([span.start for span in spans], device=device)
+    return torch.cat([torch.arange(span.start, span.start + span.count, device=device) for span in spans])
+
+
+def check_rows(kv: LayerKV, shapes: Mapping[str, tuple[int, ...]], layers: int) -> None:
+    """Raises ValueError unless ``kv`` is one of ``layers`` layers and has exactly these planes in these shapes."""
+    if not 0 <= kv.layer < layers:
+        raise ValueError(f"KV of layer {kv.layer}, but the model has layers 0 to {layers - 1}")
+    found = {name: tuple(rows.shape) for name, rows in kv.planes.items()}
+    if found != dict(shapes):
+        raise ValueError(f"KV of layer {kv.layer} has planes {found}, the model needs {dict(shapes)}")

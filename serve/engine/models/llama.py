@@ -1,0 +1,169 @@
+"""Llama (arXiv 2302.13971) and checkpoints of its shape: GQA, RMSNorm, SwiGLU, rotate-half RoPE.
+
+Legend: N = new tokens of a forward, E = hidden, O = a projection's outputs, H = query heads, G = KV heads, R = H/G
+query heads a KV head, D = head dim, C = a region's capacity, T = cached tokens, S = sequences, L = layers, V = vocabulary,
+P = 2 planes (K, then V).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from serve.engine.base import LayerKV
+from serve.engine.kv_cache import CachePlane, KVRegion
+from serve.engine.linear import Linear
+from serve.engine.models.base import Span, check_rows, positions
+from serve.engine.rope import RotaryTable, rotate
+from serve.weights.index import Checkpoint
+
+
+class LlamaModel:
+    """See DecoderModel. A region holds, in each layer, K_GCD then V_GCD: every head's rows lie in reading order."""
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
+    ) -> None:
+        if config.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"config.json: hidden_act {config['hidden_act']!r} is not supported, only 'silu'")
+        self.vocab_size: int = config["vocab_size"]
+        self.hidden: int = config["hidden_size"]
+        self.heads: int = config["num_attention_heads"]
+        self.kv_heads: int = config.get("num_key_value_heads") or self.heads
+        self.head_dim: int = config.get("head_dim") or self.hidden // self.heads
+        self.kv_layers: int = config["num_hidden_layers"]
+        self.eps: float = config["rms_norm_eps"]
+        self.dtype = dtype
+        self.device = device
+        self.rope = RotaryTable(config, self.head_dim, max_model_len, dtype).to(device)
+
+        def load(name: str, *shape: int) -> torch.Tensor:
+            return checkpoint.tensor(name, shape).to(device=device, dtype=dtype)
+
+        self.embed_VE = load("model.embed_tokens.weight", self.vocab_size, self.hidden)
+        self.layers = [_Layer(self, config, load, f"model.layers.{layer}.") for layer in range(self.kv_layers)]
+        self.norm_E = load("model.norm.weight", self.hidden)
+        tied = config.get("tie_word_embeddings", False)
+        self.head = Linear(self.embed_VE if tied else load("lm_head.weight", self.vocab_size, self.hidden))
+
+    @property
+    def cache_planes(self) -> Sequence[CachePlane]:
+        return [CachePlane("kv", self.kv_layers, 2 * self.kv_heads * self.head_dim, self.dtype)]
+
+    def open_cache(self, region: KVRegion) -> torch.Tensor:
+        """kv_LPGCD, a view of the region."""
+        return region.plane("kv").view(self.kv_layers, 2, self.kv_heads, region.tokens, self.head_dim)
+
+    def inject(self, cache: torch.Tensor, kv: LayerKV, tokens: int) -> None:
+        shape = (tokens, self.kv_heads, self.head_dim)
+        check_rows(kv, {"k": shape, "v": shape}, self.kv_layers)
+        for plane, name in enumerate(("k", "v")):
+            cache[kv.layer, plane, :, :tokens].copy_(kv.planes[name].transpose(0, 1))
+
+    def forward(self, token_ids_N: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+        cos_N1D, sin_N1D = self.rope.at(positions(spans, self.device))
+        # One view of everything cached a sequence and layer, made here so that the layers below make none.
+        cached_SL = [span.cache[:, :, :, : span.start + span.count].unbind(0) for span in spans]
+        masks = [_causal_mask(span, self.device) for span in spans]
+        x_NE = self.embed_VE[token_ids_N]
+        for index, layer in enumerate(self.layers):
+            cached = [by_layer[index] for by_layer in cached_SL]
+            x_NE = layer.forward(x_NE, cos_N1D, sin_N1D, spans, cached, masks)
+        return F.rms_norm(x_NE, (self.hidden,), self.norm_E, self.eps)
+
+    def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden_NE)
+
+
+class _Layer:
+    def __init__(self, model: LlamaModel, config: Mapping[str, Any], load: Any, prefix: str) -> None:
+        self.model = model
+        self.q_rows = model.heads * model.head_dim
+        self.kv_rows = model.kv_heads * model.head_dim
+        hidden, feed_forward = model.hidden, config["intermediate_size"]
+
+        def linear(parts: Sequence[tuple[str, int]], inputs: int, *, bias: bool) -> Linear:
+            weight_OI = torch.cat([load(f"{prefix}{name}.weight", rows, inputs) for name, rows in parts])
+            bias_O = torch.cat([load(f"{prefix}{name}.bias", rows) for name, rows in parts]) if bias else None
+            return Linear(weight_OI, bias_O)
+
+        attention_bias, mlp_bias = config.get("attention_bias", False), config.get("mlp_bias", False)
+        qkv = [
+            ("self_attn.q_proj", self.q_rows),
+            ("self_attn.k_proj", self.kv_rows),
+            ("self_attn.v_proj", self.kv_rows),
+        ]
+        self.norm_E = load(prefix + "input_layernorm.weight", hidden)
+        self.qkv = linear(qkv, hidden, bias=attention_bias)
+        self.out = linear([("self_attn.o_proj", hidden)], self.q_rows, bias=attention_bias)
+        self.mlp_norm_E = load(prefix + "post_attention_layernorm.weight", hidden)
+        self.gate = linear([("mlp.gate_proj", feed_forward)], hidden, bias=mlp_bias)
+        self.up = linear([("mlp.up_proj", feed_forward)], hidden, bias=mlp_bias)
+        self.down = linear([("mlp.down_proj", hidden)], feed_forward, bias=mlp_bias)
+
+    def forward(
+        self,
+        x_NE: torch.Tensor,
+        cos_N1D: torch.Tensor,
+        sin_N1D: torch.Tensor,
+        spans: Sequence[Span],
+        cached: Sequence[torch.Tensor],
+        masks: Sequence[torch.Tensor | None],
+    ) -> torch.Tensor:
+        model = self.model
+        qkv_NO = self.qkv(F.rms_norm(x_NE, (model.hidden,), self.norm_E, model.eps))
+        turned_NHD = qkv_NO[:, : self.q_rows + self.kv_rows].view(-1, model.heads + model.kv_heads, model.head_dim)
+        turned_NHD = rotate(turned_NHD, cos_N1D, sin_N1D)
+        q_NHD, k_NGD = turned_NHD.split((model.heads, model.kv_heads), dim=1)
+        v_NGD = qkv_NO[:, self.q_rows + self.kv_rows :].view(-1, model.kv_heads, model.head_dim)
+        mixed_NO = self._attend(q_NHD, k_NGD, v_NGD, spans, cached, masks)
+        x_NE = self.out.plus(mixed_NO, x_NE)
+        h_NE = F.rms_norm(x_NE, (model.hidden,), self.mlp_norm_E, model.eps)
+        return self.down.plus(self.up.times(h_NE, self.gate.silu(h_NE)), x_NE)
+
+    def _attend(
+        self,
+        q_NHD: torch.Tensor,
+        k_NGD: torch.Tensor,
+        v_NGD: torch.Tensor,
+        spans: Sequence[Span],
+        cached: Sequence[torch.Tensor],
+        masks: Sequence[torch.Tensor | None],
+    ) -> torch.Tensor:
+        model = self.model
+        mixed = []
+        row = 0
+        for span, kv_PGTD, mask_NT in zip(spans, cached, masks, strict=True):
+            rows = slice(row, row + span.count)
+            row += span.count
+            kv_PGTD[0, :, span.start :] = k_NGD[rows].transpose(0, 1)
+            kv_PGTD[1, :, span.start :] = v_NGD[rows].transpose(0, 1)
+            k_1GTD, v_1GTD = kv_PGTD.split(1)
+            if span.count == 1:
+                # The query heads of a KV head become query rows, so each K and V row is read once for all of them.
+                q_1GRD = q_NHD[rows].view(1, model.kv_heads, -1, model.head_dim)
+                mixed_1GRD = F.scaled_dot_product_attention(q_1GRD, k_1GTD, v_1GTD)
+                mixed.append(mixed_1GRD.reshape(1, self.q_rows))
+            else:
+                q_1HND = q_NHD[rows].transpose(0, 1)[None]
+                mixed_1HND = F.scaled_dot_product_attention(
+                    q_1HND, k_1GTD, v_1GTD, attn_mask=mask_NT, is_causal=mask_NT is None, enable_gqa=True
+                )
+                mixed.append(mixed_1HND[0].transpose(0, 1).reshape(span.count, self.q_rows))
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+
+def _causal_mask(span: Span, device: torch.device) -> torch.Tensor | None:
+    """allowed_NT for several tokens after cached ones; None where no mask or the plain triangle will do."""
+    if span.count == 1 or span.start == 0:
+        return None
+    allowed_NT = torch.ones(span.count, span.start + span.count, dtype=torch.bool, device=device)
+    return allowed_NT.tril(span.start)
