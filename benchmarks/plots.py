@@ -219,7 +219,7 @@ def _finish(
         wrapped = "\n".join(textwrap.fill(line, int(figure.get_figwidth() * 14)) for line in lines)
         axes[0].set_xlabel(f"{axes[0].get_xlabel()}\n\nNot valid:\n{wrapped}", fontsize=8, loc="left")
         for other in axes[1:]:
-            other.xaxis.label.set_fontsize(8)
+            other.set_xlabel(other.get_xlabel(), fontsize=8, loc="left")
 
 
 def _place_labels(figure: Figure, axes: Axes, labels: Sequence[tuple[float, float, str, str]]) -> None:

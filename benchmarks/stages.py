@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.records import Distribution, RequestRecord
-from configs.job import JobSpec, UnresolvedReference
+from configs.job import JobSpec
 
 STAGES = (
     "router_queue_ms",
@@ -99,15 +99,14 @@ class StageReport:
 
 
 def stage_logs(spec: JobSpec) -> dict[str, list[Path]]:
-    """Source (router, prefill, decode) -> stage logs of a bound job: the files its processes write as *stage*.jsonl."""
+    """Source (router, prefill, decode) -> stage logs of a bound job: what its processes write as *stage*.jsonl; {} unbound."""
+    if spec.run is None:
+        return {}
     logs: dict[str, list[Path]] = {}
     for process in spec.processes:
         for name in process.writes:
             if "stage" in Path(name).name and name.endswith(".jsonl"):
-                try:
-                    logs.setdefault(process.role, []).append(Path(spec.resolve(name)))
-                except UnresolvedReference:
-                    continue
+                logs.setdefault(process.role, []).append(Path(spec.resolve(name)))
     return logs
 
 

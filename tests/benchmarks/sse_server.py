@@ -40,6 +40,7 @@ class SseServer:
     stage_log: Callable[[Served], None] | None = None
     served: list[Served] = field(default_factory=list)
     url: str = ""
+    backends: list[str] = field(default_factory=list)
 
     def __enter__(self) -> SseServer:
         started = threading.Event()
@@ -75,7 +76,7 @@ class SseServer:
         return web.Response(text=f"process_start_time_seconds {self.started_s}\n")
 
     async def _info(self, _: web.Request) -> web.Response:
-        return web.json_response({"role": "router", "prefill": [{"url": self.url}], "decode": [{"url": self.url}]})
+        return web.json_response({"role": "router", "prefill": [], "decode": [{"url": url} for url in self.backends]})
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
