@@ -162,6 +162,8 @@ def test_fingerprint_does_not_depend_on_key_order_place_or_ports(tmp_path: Path)
 
 
 def leaves(data: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    if data in ({}, []):
+        return [path]
     if isinstance(data, dict):
         return [leaf for key, value in data.items() for leaf in leaves(value, (*path, key))]
     if isinstance(data, list):
@@ -174,6 +176,8 @@ def changed(data: Any) -> Any:
         return not data
     if isinstance(data, (int, float)):
         return data + 1
+    if data in ({}, []):
+        return {"changed": "1"} if isinstance(data, dict) else ["changed"]
     return "changed" if data is None else f"{data}x"
 
 
