@@ -8,10 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import click
 import typer
 
 EXIT_OK, EXIT_INVALID, EXIT_USAGE, EXIT_INFRASTRUCTURE, EXIT_INTERRUPTED = 0, 1, 64, 75, 130
+# typer brings its own copy of click in some versions and uses the installed one in others.
+ClickException = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
 EPILOG = (
     "Exit status: 0 valid and complete; 1 an invalid result; 2 inconclusive; 64 usage or configuration; "
     "75 infrastructure, worth a retry; 130 interrupted."
@@ -84,7 +85,7 @@ def preflight(
             print(dumps(record) if json_records else f"{entry.code:<24} {entry.description}")
         return EXIT_OK
     if config is None:
-        raise click.UsageError("Missing option '--config' / '-c'.")
+        raise typer.BadParameter("is required unless --list is given", param_hint="--config")
     from configs.load import load_matrix
     from runners.expand import expand
 
@@ -98,10 +99,10 @@ def preflight(
 
 @app.command()
 def report(run: Annotated[Path, typer.Argument(help="Run folder, e.g. results/latest.")]) -> int:
-    """Rebuild rows.json and the report of a run from its results."""
-    from runners.sweep import rebuild
+    """Rebuild rows.json, summary.csv, report.md and figures of a run from its results."""
+    from benchmarks.report import write_report
 
-    print(rebuild(run))
+    print(write_report(run))
     return EXIT_OK
 
 
@@ -135,12 +136,18 @@ def changelog_check(
 
 def _print_plan(options: object) -> int:
     from runners import sweep as runner
+    from runners import weights
     from runners.plan import render, to_json
     from runners.progress import dumps
 
     assert isinstance(options, runner.Options)
     for spec in runner.plan(options):
-        print(dumps(to_json(spec)) if options.json_records else render(spec))
+        staging = weights.staging_command(spec)
+        if options.json_records:
+            print(dumps(to_json(spec) | {"staging": staging}))
+        else:
+            print(render(spec))
+            print(f"staging, before the first process\n{staging or '  nothing: the weights are where they are read'}\n")
     return EXIT_OK
 
 
@@ -149,13 +156,7 @@ def run(argv: Sequence[str]) -> int:
     try:
         status = app(args=list(argv), prog_name="baton", standalone_mode=False)
         return status if isinstance(status, int) else EXIT_OK
-    except click.exceptions.NoArgsIsHelpError as error:
-        print(error.format_message(), file=sys.stderr)
-        return EXIT_USAGE
-    except click.ClickException as error:
-        error.show(sys.stderr)
-        return EXIT_USAGE
-    except (click.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):
         print("interrupted", file=sys.stderr)
         return EXIT_INTERRUPTED
     except BrokenPipeError:
@@ -163,6 +164,9 @@ def run(argv: Sequence[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
     except Exception as error:
+        if isinstance(error, ClickException):
+            error.show(sys.stderr)  # type: ignore[attr-defined]
+            return EXIT_USAGE
         status = _known(error)
         if status is None:
             raise
@@ -182,11 +186,11 @@ def _known(error: Exception) -> int | None:
     from runners.submit import SubmitError
     from runners.sweep import PreflightError
 
-    if isinstance(error, (ConfigError, ExpandError, SubmitError)):
+    if isinstance(error, (ConfigError, ExpandError, SubmitError, ResultError)):
         return EXIT_USAGE
     if isinstance(error, (BindingError, RunFolderError, PreflightError, JobFailure)):
         return EXIT_INFRASTRUCTURE
-    if isinstance(error, (ChangelogError, ResultError)):
+    if isinstance(error, ChangelogError):
         return EXIT_INVALID
     return None
 

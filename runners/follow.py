@@ -7,7 +7,6 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
 
 from runners import warden
 from runners.events import Event, EventReader
@@ -20,83 +19,73 @@ CANCEL_DEADLINE_S = 60.0
 LEFTOVER_DEADLINE_S = 20.0
 
 
-class Interrupted(Exception):
-    """SIGINT, SIGTERM or SIGHUP has come, and the job it hit has been torn down."""
+class Interruptions:
+    """Counts SIGINT, SIGTERM and SIGHUP instead of raising: an exception inside a submission would lose the job."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    @contextmanager
+    def counted(self) -> Iterator[Interruptions]:
+        """While inside, the three signals are only counted."""
+
+        def count(*_: object) -> None:
+            self.count += 1
+
+        old = {number: signal.signal(number, count) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        try:
+            yield self
+        finally:
+            for number, handler in old.items():
+                signal.signal(number, handler)
 
 
-@contextmanager
-def stop_signals_interrupt() -> Iterator[None]:
-    """SIGTERM and SIGHUP arrive as KeyboardInterrupt, like SIGINT, inside the block."""
-
-    def interrupt(number: int, _: FrameType | None) -> None:
-        raise KeyboardInterrupt(signal.Signals(number).name)
-
-    numbers = (signal.SIGTERM, signal.SIGHUP)
-    old = {number: signal.signal(number, interrupt) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, handler in old.items():
-            signal.signal(number, handler)
-
-
-def follow(job: SubmittedJob, on_event: Callable[[Event], None], note: Callable[[str], None]) -> tuple[Outcome, bool]:
-    """Returns (how the job ended, whether we were interrupted) when it and everything it started are gone.
+def follow(
+    job: SubmittedJob, interruptions: Interruptions, on_event: Callable[[Event], None], note: Callable[[str], None]
+) -> Outcome:
+    """Returns how the job ended, when it and everything it started are gone.
 
     The first interruption cancels and waits for the teardown; the second one kills.
     """
     reader = EventReader(job.spec.job_dir() / "events.jsonl")
-    interrupted = False
-    try:
-        _until_done(job, reader, on_event)
-    except KeyboardInterrupt:
-        interrupted = True
-        note("interrupted: tearing down (once more to kill)")
-        try:
-            _cancel(job, reader, on_event)
-        except KeyboardInterrupt:
-            note("killing")
-            job.kill()
-            _until_done(job, reader, on_event, LEFTOVER_DEADLINE_S)
-    _clear_away(note)
-    for event in reader.new():
-        on_event(event)
-    return job.outcome(), interrupted
-
-
-def _until_done(
-    job: SubmittedJob, reader: EventReader, on_event: Callable[[Event], None], timeout_s: float | None = None
-) -> bool:
-    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    cancelled_s: float | None = None
+    asked_s = 0.0
+    killed = False
     while not job.done():
         for event in reader.new():
             on_event(event)
-        if deadline is not None and time.monotonic() >= deadline:
-            return False
+        now = time.monotonic()
+        if interruptions.count and cancelled_s is None:
+            note("interrupted: tearing down (once more to kill)")
+            cancelled_s = now
+        if cancelled_s is not None and now - asked_s >= CANCEL_AGAIN_S:
+            job.cancel()  # again and again: while the orchestrator still starts, it does not hear
+            asked_s = now
+        if cancelled_s is not None and not killed:
+            killed = interruptions.count > 1 or now - cancelled_s >= CANCEL_DEADLINE_S
+            if killed:
+                note("killing")
+                job.kill()
         time.sleep(POLL_S)
-    return True
+    _clear_away(note, at_once=killed)
+    for event in reader.new():
+        on_event(event)
+    return job.outcome()
 
 
-def _cancel(job: SubmittedJob, reader: EventReader, on_event: Callable[[Event], None]) -> None:
-    deadline = time.monotonic() + CANCEL_DEADLINE_S
-    while time.monotonic() < deadline:
-        job.cancel()
-        if _until_done(job, reader, on_event, CANCEL_AGAIN_S):
-            return
-    job.kill()
-    _until_done(job, reader, on_event, LEFTOVER_DEADLINE_S)
-
-
-def _clear_away(note: Callable[[str], None]) -> None:
+def _clear_away(note: Callable[[str], None], *, at_once: bool) -> None:
     """Waits until wardens that outlived a killed orchestrator have ended their processes, then kills what is left.
 
     This process is the subreaper above them (see `runners.sweep`), so they are all below it.
     """
-    deadline = time.monotonic() + LEFTOVER_DEADLINE_S
-    while left := warden.descendants(os.getpid()):
-        if time.monotonic() >= deadline:
-            note(f"killing {len(left)} process(es) that are left: {', '.join(map(warden.command_name, left[:3]))}")
-            for pid in left:
-                warden.send(pid, signal.SIGKILL)
-            return
+    own = os.getpid()
+    deadline = time.monotonic() + (0.0 if at_once else LEFTOVER_DEADLINE_S)
+    while warden.descendants(own) and time.monotonic() < deadline:
         time.sleep(POLL_S)
+    deadline = time.monotonic() + warden.KILL_DEADLINE_S
+    while (left := warden.descendants(own)) and time.monotonic() < deadline:
+        for pid in left:
+            warden.send(pid, signal.SIGKILL)
+        time.sleep(POLL_S)
+    if left:
+        note(f"{len(left)} process(es) cannot be killed: {', '.join(map(warden.command_name, left[:3]))}")

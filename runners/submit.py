@@ -50,12 +50,16 @@ class LocalExecutor(SubmititLocalExecutor):  # type: ignore[misc]
             "SUBMITIT_LOCAL_WITH_SHELL": "",
             "SUBMITIT_EXECUTOR": "local",
         }
-        process = subprocess.Popen(
-            [sys.executable, "-m", "submitit.local._local", str(self.folder)],
-            env=environment,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with (self.folder / "controller.log").open("ab") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "submitit.local._local", str(self.folder)],
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
         return LocalJob(folder=self.folder, job_id=str(process.pid), process=process, tasks=[0])
 
 

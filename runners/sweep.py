@@ -110,7 +110,7 @@ def bind(specs: Sequence[JobSpec], options: Options, *, create: bool) -> list[Jo
 def execute(specs: Sequence[JobSpec], options: Options, progress: Progress) -> int:
     """Runs bound jobs one after another (they share this machine), judges the run, appends, reports."""
     from runners.events import Event, EventLog
-    from runners.follow import follow, stop_signals_interrupt
+    from runners.follow import Interruptions, follow
     from runners.submit import submit
     from runners.warden import become_subreaper
 
@@ -118,7 +118,6 @@ def execute(specs: Sequence[JobSpec], options: Options, progress: Progress) -> i
     run_dir, started = Path(specs[0].run.run_dir), time.monotonic()
     become_subreaper()
     outcomes: list[Outcome] = []
-    interrupted = False
     with EventLog(run_dir / "events.jsonl") as log:
 
         def relay(event: Event) -> None:
@@ -129,20 +128,23 @@ def execute(specs: Sequence[JobSpec], options: Options, progress: Progress) -> i
         progress.event(
             log.write("launch", what="run", name=run_dir.name, folder=str(run_dir), jobs=len(specs), points=points)
         )
-        with stop_signals_interrupt():
+        with Interruptions().counted() as interruptions:
             for spec in specs:
                 progress.event(log.write("launch", what="job", name=spec.job_dir().name))
-                outcome, interrupted = follow(submit(spec), relay, progress.note)
+                outcome = follow(submit(spec), interruptions, relay, progress.note)
                 outcomes.append(outcome)
                 if outcome.outcome != "completed":
                     show_failure(outcome, spec, progress)
-                if interrupted:
+                if interruptions.count:
                     break
-        rows = collect(specs, run_dir)
+        interrupted = interruptions.count > 0
+        rows = collect(run_dir)
         status = exit_status(specs, outcomes, rows, interrupted=interrupted)
         if not interrupted and any(row["verdict"]["valid"] for row in rows):
             append_changelog(specs, options, run_dir, rows)
         write_report(run_dir, progress)
+        if not options.json_records:
+            print_summary(rows)
         valid = sum(row["verdict"]["valid"] for row in rows)
         message = f"{valid} of {points} points valid; {run_dir}"
         elapsed_s = round(time.monotonic() - started, 3)
@@ -152,15 +154,19 @@ def execute(specs: Sequence[JobSpec], options: Options, progress: Progress) -> i
     return status
 
 
-def collect(specs: Sequence[JobSpec], run_dir: Path) -> list[dict[str, Any]]:
-    """The row of every planned point that has a result; writes rows.json."""
+def collect(run_dir: Path) -> list[dict[str, Any]]:
+    """A row for every planned point, those without a result included (reason missing_points); writes rows.json."""
+    from benchmarks import report
     from benchmarks.result import write_rows
-    from runners.points import read_result
 
-    found = [read_result(spec.job_dir(), point.id)[0] for spec in specs for point in spec.points]
-    rows = [result.published() for result in found if result is not None]
+    rows = [collected.row for collected in report.collect(run_dir)]
     write_rows(rows, run_dir / "rows.json")
     return rows
+
+
+def produced(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The rows that stand for a result, valid or not."""
+    return [row for row in rows if all(reason["code"] != "missing_points" for reason in row["verdict"]["reasons"])]
 
 
 def exit_status(
@@ -168,14 +174,14 @@ def exit_status(
 ) -> int:
     """0 exactly when every job completed and the points produced are the points planned, all of them valid."""
     planned = {(spec.fingerprint, point.id) for spec in specs for point in spec.points}
-    produced = {(row["recipe_fingerprint"], row["point"]) for row in rows}
+    results = produced(rows)
     if interrupted or any(outcome.outcome == "interrupted" for outcome in outcomes):
         return EXIT_INTERRUPTED
-    if any(not row["verdict"]["valid"] for row in rows):
+    if any(not row["verdict"]["valid"] for row in results):
         return EXIT_INVALID
     if len(outcomes) < len(specs) or any(outcome.outcome != "completed" for outcome in outcomes):
         return EXIT_INFRASTRUCTURE
-    return EXIT_OK if planned == produced else EXIT_INVALID
+    return EXIT_OK if planned == {(row["recipe_fingerprint"], row["point"]) for row in results} else EXIT_INVALID
 
 
 def append_changelog(specs: Sequence[JobSpec], options: Options, run_dir: Path, rows: Sequence[dict[str, Any]]) -> None:
@@ -198,30 +204,28 @@ def append_changelog(specs: Sequence[JobSpec], options: Options, run_dir: Path, 
 
 
 def write_report(run_dir: Path, progress: Progress) -> None:
-    """report.md, figures and the summary table, from what lies in the run folder."""
-    from benchmarks.report import write_report as write
+    """report.md, summary.csv and figures, from what lies in the run folder."""
+    from benchmarks import report
 
-    progress.note(f"report: {write(run_dir)}")
+    progress.note(f"report: {report.write_report(run_dir)}")
 
 
-def rebuild(run_dir: Path) -> Path:
-    """rows.json and the report of a finished run, again, from its jobs' results. Raises ResultError."""
-    from benchmarks.report import write_report as write
-    from benchmarks.result import ResultError
-    from configs.job import JobSpec
+def print_summary(rows: Sequence[dict[str, Any]]) -> None:
+    """The headline figures of every point, on stdout."""
+    from benchmarks.report import summary
 
-    run_dir = run_dir.resolve()
-    specs = [JobSpec.read(path) for path in sorted(run_dir.glob("*/spec.json"))]
-    if not specs:
-        raise ResultError(f"{run_dir}: not a run folder, no job in it has a spec.json")
-    # The folder may have been moved since: results are looked for where the specs lie now.
-    moved = [
-        spec.model_copy(update={"run": spec.run.model_copy(update={"run_dir": str(run_dir)})})
-        for spec in specs
-        if spec.run
+    columns = [
+        "point",
+        "output_tput_per_gpu",
+        "median_ttft",
+        "median_tpot",
+        "median_intvty",
+        "em_strict",
+        "valid",
+        "reasons",
     ]
-    collect(moved, run_dir)
-    return Path(write(run_dir))
+    frame = summary(rows)[columns].dropna(axis="columns", how="all")
+    print(frame.to_string(index=False, na_rep="", float_format=lambda value: f"{value:.4g}"))
 
 
 def show_failure(outcome: Outcome, spec: JobSpec, progress: Progress) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import hashlib
 import importlib.metadata
 import json
+import shlex
 import struct
 import sys
 from pathlib import Path
@@ -69,6 +70,18 @@ def convert_command(model: Model, source: Path, target: Path, python: str = sys.
         *(python, "-m", "serve.weights.gguf", "--source", str(source), "--out", str(target)),
         *("--dtype", str(model.weights.converted_dtype)),
     ]
+
+
+def staging_command(spec: JobSpec) -> str | None:
+    """A line for a POSIX shell that makes ``@model@`` as `stage` would; None when there is nothing to make.
+
+    Raises WeightsError when the source is not there.
+    """
+    model = Model.model_validate(spec.model_profile)
+    if model.weights.format != "gguf":
+        return None
+    command = convert_command(model, gguf_file(model), Path(spec.resolve("@model@")), spec.resolve("@python@"))
+    return f"(cd {shlex.quote(spec.resolve('@repo@'))} && HF_HUB_OFFLINE=1 exec {shlex.join(command)})"
 
 
 def gguf_file(model: Model) -> Path:

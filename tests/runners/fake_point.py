@@ -35,7 +35,7 @@ def main() -> int:
         "fingerprint": spec["fingerprint"],
         "key": spec["key"],
         "verdict": {"valid": valid, "reasons": [] if valid else [REASON]},
-        "row": {"conc": 1, "num_gpus": 2},
+        "row": {"conc": 1, "num_gpus": 2, "recipe_fingerprint": spec["fingerprint"]},
         "stages": {},
         "client": {},
         "artifacts": [],

@@ -264,3 +264,55 @@ def left_behind(spec: JobSpec) -> list[str]:
 
 def kill(pid: int, number: int = signal.SIGKILL) -> None:
     os.kill(pid, number)
+
+
+SWEEP = """
+import sys
+from pathlib import Path
+from configs.job import JobSpec
+from runners import sweep
+from runners.progress import create_progress
+specs = [JobSpec.read(Path(path)) for path in sys.argv[2:]]
+options = sweep.Options(Path("test.yaml"), changelog=Path(sys.argv[1]), json_records=True)
+sweep.write_report = lambda *_: None
+sys.exit(sweep.execute(specs, options, create_progress(json_records=True)))
+"""
+
+
+@contextmanager
+def sweeper(*specs: JobSpec, changelog: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """sweep.execute, through submitit and all, in a process of its own (as the leader of its terminal's group).
+
+    Figures are left out: they have tests of their own.
+    """
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-c", SWEEP, str(changelog)),
+            *(str(spec.job_dir() / "spec.json") for spec in specs),
+        ],
+        cwd=REPO,
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.communicate()
+        for spec in specs:
+            wait_for(lambda spec=spec: not left_behind(spec), 30)  # type: ignore[misc]
+
+
+def orchestrator_pid(spec: JobSpec) -> int:
+    """The submitit task that runs orchestrate.run for this job."""
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes().decode()
+            except OSError:
+                continue
+            if "submitit.core._submit" in command and str(spec.job_dir()) in command:
+                return int(entry.name)
+    raise AssertionError("no orchestrator runs")
