@@ -1,8 +1,12 @@
-"""Prompts tokenised here, for a server that also prefills (--allow-local-prefill). Imports transformers only then."""
+"""Prompts tokenised here, for a server that also prefills (--allow-local-prefill).
+
+transformers is imported by the first chat: it takes longer to import than everything else, and text needs it not.
+"""
 
 from __future__ import annotations
 
 import asyncio
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +23,8 @@ class LocalPrompt:
     """Text with the model's tokenizer, chat with its template (rendered in transformers' sandbox)."""
 
     def __init__(self, model_dir: Path, tokenizer: Tokenizer) -> None:
-        from transformers import AutoTokenizer
-
+        self._model_dir = model_dir
         self._tokenizer = tokenizer
-        self._template: Any = AutoTokenizer.from_pretrained(model_dir, local_files_only=True)
 
     async def token_ids(self, request: GenerationRequest) -> tuple[int, ...]:
         """The prompt's token ids. Raises RequestError for a prompt that cannot be rendered or is empty."""
@@ -33,14 +35,21 @@ class LocalPrompt:
             raise RequestError("the prompt has no tokens", param="prompt")
         return tuple(token_ids)
 
+    @cached_property
+    def _template(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self._model_dir, local_files_only=True)
+
     def _encode(self, request: GenerationRequest) -> list[int]:
         if request.prompt is not None:
             return list(self._tokenizer.encode(str(request.prompt)).ids)
         if reserved := _RESERVED & request.chat_template_kwargs.keys():
             raise RequestError(f"chat_template_kwargs must not set {min(reserved)}", param="chat_template_kwargs")
         options = {"add_generation_prompt": True, **request.chat_template_kwargs}
+        template = self._template
         try:
-            text = self._template.apply_chat_template(list(request.messages or ()), tokenize=False, **options)
+            text = template.apply_chat_template(list(request.messages or ()), tokenize=False, **options)
             return list(self._tokenizer.encode(text, add_special_tokens=False).ids)
         except Exception as error:
             # The template is the model's and the messages are the client's: whatever it raises is about them.

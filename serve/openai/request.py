@@ -15,6 +15,8 @@ MAX_STOP_CHARS = 256
 MAX_STOP_TOKEN_IDS = 128
 MAX_ID_CHARS = 256
 MAX_MESSAGES = 4096
+# Below this vLLM samples greedily too; logits divided by less overflow.
+LEAST_TEMPERATURE = 1e-5
 DEFAULT_COMPLETION_TOKENS = 16
 
 # Values that mean "off": a client library may send them without wanting anything of us.
@@ -114,7 +116,7 @@ def parse_request(endpoint: Endpoint, raw: bytes, *, max_model_len: int) -> Gene
         prompt=None if chat else _prompt(body.get("prompt"), max_model_len),
         messages=_messages(body.get("messages")) if chat else None,
         max_tokens=_max_tokens(body, chat),
-        temperature=fields.number(body, "temperature", 1.0, low=0, high=2),
+        temperature=_temperature(body),
         top_p=fields.number(body, "top_p", 1.0, low=0, high=1, above_low=True),
         top_k=max(0, fields.integer(body, "top_k", 0, low=-1, high=2**31 - 1) or 0),
         min_p=fields.number(body, "min_p", 0.0, low=0, high=1),
@@ -181,6 +183,11 @@ def _stream_options(body: Mapping[str, Any], stream: bool) -> tuple[bool, bool]:
         raise RequestError("stream_options needs stream: true", param="stream_options")
     usage = fields.boolean(options, "include_usage", False, prefix="stream_options.")
     return usage, fields.boolean(options, "continuous_usage_stats", False, prefix="stream_options.") and usage
+
+
+def _temperature(body: Mapping[str, Any]) -> float:
+    temperature = fields.number(body, "temperature", 1.0, low=0, high=2)
+    return temperature if temperature >= LEAST_TEMPERATURE else 0.0
 
 
 def _max_tokens(body: Mapping[str, Any], chat: bool) -> int | None:

@@ -24,6 +24,7 @@ def engine() -> ScriptedEngine:
 async def server(tiny_model_dir, transports, tmp_path, engine) -> AsyncIterator[Rig]:
     async with rig(tiny_model_dir, transports, tmp_path / "stages.jsonl", lambda: engine) as running:
         yield running
+        engine.let_go()
 
 
 def body(endpoint: Endpoint, params, **more):

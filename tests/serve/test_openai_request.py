@@ -54,6 +54,10 @@ def test_max_completion_tokens_wins_in_chat_only():
     assert parse(TEXT | {"max_tokens": 3, "max_completion_tokens": 5}).max_tokens == 3
 
 
+def test_a_vanishing_temperature_is_greedy():
+    assert [parse(TEXT | {"temperature": t}).temperature for t in (5e-324, 9e-6, 2e-5)] == [0.0, 0.0, 2e-5]
+
+
 def test_chat_content_parts_become_text():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     request = parse({"messages": [{"role": "user", "content": parts}]}, Endpoint.CHAT)
