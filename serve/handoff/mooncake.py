@@ -6,6 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from serve.handoff.protocol import HandoffCode, HandoffError
@@ -15,6 +16,8 @@ from serve.handoff.transport import Piece
 MAX_PIECES_IN_FLIGHT = 128
 # Longest pause between two looks at a running write: far below a write's own time once it has grown this long.
 MAX_POLL_S = 0.0005
+
+RDMA_DEVICES = Path("/sys/class/infiniband")
 
 _DONE, _RUNNING = 1, 0
 _TIMED_OUT = -2
@@ -28,6 +31,9 @@ class MooncakeTransport:
     """
 
     def __init__(self, protocol: str = "tcp") -> None:
+        """``protocol`` is tcp or rdma. Raises ValueError on others: the engine itself takes any word for tcp."""
+        if protocol not in ("tcp", "rdma"):
+            raise ValueError(f"Mooncake protocol {protocol!r} is not known; use tcp or rdma")
         self._protocol = protocol
         self._engine: Any = None
         self._host = ""
@@ -56,6 +62,12 @@ class MooncakeTransport:
                 if host != self._host:
                     raise HandoffError(HandoffCode.TRANSPORT_FAILED, f"already started on {self._host}, not {host}")
                 return
+            if self._protocol == "rdma" and not any(RDMA_DEVICES.glob("*")):
+                # The engine would go on over TCP without a word, and every number would be that of another transport.
+                raise HandoffError(
+                    HandoffCode.TRANSPORT_FAILED,
+                    f"protocol rdma, but {RDMA_DEVICES} lists no device here: use protocol tcp, or a node with RDMA",
+                )
             try:
                 from mooncake.engine import TransferEngine
             except ImportError as error:
