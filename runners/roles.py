@@ -53,12 +53,15 @@ class Roles:
 
     async def wait_ready(self) -> None:
         """Returns when every role answers its readiness path. Raises JobFailure(NOT_READY) at the first deadline."""
-        waits = [asyncio.create_task(self._wait_one(process)) for process in self._ordered]
-        try:
-            await asyncio.gather(*waits)
-        finally:
-            for wait in waits:
-                wait.cancel()
+        # A router says it is ready only when those behind it are, so its own deadline starts then.
+        behind = [process for process in self._ordered if process.role != "router"]
+        for group in (behind, [process for process in self._ordered if process.role == "router"]):
+            waits = [asyncio.create_task(self._wait_one(process)) for process in group]
+            try:
+                await asyncio.gather(*waits)
+            finally:
+                for wait in waits:
+                    wait.cancel()
 
     async def check(self) -> None:
         """Raises JobFailure(ROLE_UNRESPONSIVE) naming the first role that no longer answers."""
