@@ -68,7 +68,9 @@ class Readiness(Strict):
 
     port: str = Field(description="Name of the port to ask.")
     path: str = Field(default="/health", description="HTTP path that answers 200 when the process serves.")
-    timeout_s: float = Field(gt=0, description="Deadline in seconds: from its start; a router's from when those behind it are ready.")
+    timeout_s: float = Field(
+        gt=0, description="Deadline in seconds: from its start; a router's from when those behind it are ready."
+    )
 
 
 class ProcessSpec(Strict):
