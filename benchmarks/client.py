@@ -110,6 +110,27 @@ def run_aiperf(
     return run
 
 
+class Progress:
+    """Tells whoever watches the point how many requests, warm-up included, have ended: {"done": n, "total": m}."""
+
+    def __init__(self, export: Path, progress: Path, total: int) -> None:
+        self._export, self._progress, self._total = export, progress, total
+        self._offset = self._done = 0
+
+    def __call__(self) -> None:
+        """Counts the new lines of the export; a file that cannot be read or written is no reason to stop measuring."""
+        try:
+            with self._export.open("rb") as stream:
+                stream.seek(self._offset)
+                new = stream.read()
+            self._offset, self._done = self._offset + len(new), self._done + new.count(b"\n")
+            temporary = self._progress.with_name(self._progress.name + ".tmp")
+            temporary.write_text(json.dumps({"done": self._done, "total": self._total}))
+            temporary.replace(self._progress)
+        except OSError:
+            return
+
+
 def read_aggregate(raw_dir: Path) -> dict[str, Any]:
     """aiperf's own aggregate, or {} when it wrote none (all requests failed, or it was killed)."""
     path = raw_dir / "aiperf" / "profile_export_aiperf.json"

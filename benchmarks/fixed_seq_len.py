@@ -27,7 +27,7 @@ from benchmarks.point import (
     finish,
     parse_task,
 )
-from benchmarks.records import RequestRecord, read_records
+from benchmarks.records import RecordError, RequestRecord, read_records
 from benchmarks.result import throughput_row
 from benchmarks.verdict import judge_fixed_seq_len
 from configs.job import FixedSeqLenPoint, JobSpec
@@ -106,7 +106,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (UsageError, DatasetError) as error:
         print(f"fixed_seq_len: {error}", file=sys.stderr)
         return EXIT_USAGE
-    except OSError as error:
+    except (OSError, RecordError) as error:
         print(f"fixed_seq_len: {error}", file=sys.stderr)
         return EXIT_INFRASTRUCTURE
     except KeyboardInterrupt:

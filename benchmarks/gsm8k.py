@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Sequence
@@ -50,6 +51,9 @@ GSM8K_TEST_SHA256 = "5b736e25f3d1e6cdeef6b3d89e3dc71a7e3c20288f93f1bda635f6fbeb4
 TASK, DIRECTORY_TASK = "gsm8k", "gsm8k-format-directory"
 DEFAULT_PROBLEMS = 64
 MAX_RETRIES = 3
+# The last line of a traceback, and those that say that a server or the way to it failed.
+_EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Timeout)\b")
+_REQUEST_ERROR = re.compile(r"(aiohttp\.|requests\.|tenacity\.|asyncio\.|TimeoutError|Connection)")
 FILTERS = {"strict-match": "em_strict", "flexible-extract": "em_flexible"}
 
 
@@ -277,9 +281,13 @@ def _check_run(client: dict[str, Any], scores: dict[str, float], answered: int, 
         message = f"lm-eval did not end within its deadline and was stopped after {client['duration_s']:.0f} s"
         return [Reason(code=ReasonCode.CLIENT_TIMEOUT, message=message)]
     if client["returncode"] != 0 or not scores:
-        last = next((line for line in reversed(client["log_tail"]) if line.strip()), "no log")
-        message = f"a request failed after {MAX_RETRIES} attempts and lm-eval gave up: {last.strip()[:300]}"
-        return [Reason(code=ReasonCode.FAILED_REQUESTS, message=message)]
+        errors = [line.strip() for line in client["log_tail"] if _EXCEPTION.match(line.strip())]
+        last = errors[-1][:300] if errors else "no error in its log"
+        if _REQUEST_ERROR.match(last):
+            message = f"a request failed {MAX_RETRIES} times and lm-eval, all or nothing, gave up: {last}"
+            return [Reason(code=ReasonCode.FAILED_REQUESTS, message=message)]
+        message = f"lm-eval ended with status {client['returncode']} and without scores: {last}"
+        return [Reason(code=ReasonCode.CLIENT_FAILED, message=message)]
     if not answered or (planned is not None and answered != planned):
         message = f"{answered} of {planned or 'all'} problems were answered"
         return [Reason(code=ReasonCode.INCOMPLETE, message=message)]

@@ -7,12 +7,13 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 # After SIGINT a client may still write what it has measured; then the group is killed.
 INTERRUPT_GRACE_S = 10.0
+TICK_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -24,8 +25,18 @@ class GroupExit:
     duration_s: float
 
 
-def run_in_group(argv: Sequence[str], *, env: Mapping[str, str], log: Path, deadline_s: float, cwd: Path) -> GroupExit:
+def run_in_group(
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    log: Path,
+    deadline_s: float,
+    cwd: Path,
+    on_tick: Callable[[], None] = lambda: None,
+) -> GroupExit:
     """Runs ``argv`` with stdout and stderr in ``log``; SIGINT at the deadline, then SIGKILL for the whole group.
+
+    ``on_tick`` is called every TICK_S while the program runs.
 
     The group's leader is a sentinel that waits for end-of-file on a pipe held by this process alone: if this process
     dies in any way, SIGKILL included, the sentinel kills the group. Raises OSError when the program cannot be started.
@@ -50,7 +61,7 @@ def run_in_group(argv: Sequence[str], *, env: Mapping[str, str], log: Path, dead
                 process_group=sentinel.pid,
             )
         try:
-            returncode = program.wait(timeout=deadline_s)
+            returncode = _wait(program, started + deadline_s, on_tick)
             return GroupExit(returncode, False, time.monotonic() - started)
         except subprocess.TimeoutExpired:
             program.send_signal(signal.SIGINT)
@@ -67,6 +78,17 @@ def run_in_group(argv: Sequence[str], *, env: Mapping[str, str], log: Path, dead
         sentinel.wait()
         if sentinel.stdin is not None:
             sentinel.stdin.close()
+
+
+def _wait(program: subprocess.Popen[bytes], deadline: float, on_tick: Callable[[], None]) -> int:
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return program.wait(timeout=max(0.0, min(TICK_S, left)))
+        except subprocess.TimeoutExpired:
+            if left <= TICK_S:
+                raise
+            on_tick()
 
 
 def _kill_group(pgid: int) -> None:

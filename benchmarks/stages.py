@@ -99,7 +99,7 @@ class StageReport:
 
 
 def stage_logs(spec: JobSpec) -> dict[str, list[Path]]:
-    """Source (router, prefill, decode) -> stage logs of a bound job: what its processes write as *stage*.jsonl; {} unbound."""
+    """Source (router, prefill, decode) -> its logs: what a bound job's processes write as *stage*.jsonl."""
     if spec.run is None:
         return {}
     logs: dict[str, list[Path]] = {}

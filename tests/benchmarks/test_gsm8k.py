@@ -79,7 +79,7 @@ def test_a_server_that_fails_gives_a_result_with_the_reason(make_spec, tmp_path:
     with SseServer(fault=lambda index: "500") as server:
         limits = {**LIMITS, "point-timeout-s": 50}
         result = evaluate(make_spec, server, tmp_path, problems=1, limits=limits)
-    assert codes(result) == ["failed_requests"]
+    assert codes(result) == ["failed_requests"] and "ClientResponseError: 500" in result.verdict.reasons[0].message
     assert result.row["em_strict"] is None
 
 
@@ -88,6 +88,16 @@ def test_a_server_that_hangs_is_given_up_at_the_deadline(make_spec, tmp_path: Pa
         limits = {**LIMITS, "request-timeout-s": 60, "point-timeout-s": 6}
         result = evaluate(make_spec, server, tmp_path, problems=1, limits=limits)
     assert codes(result) == ["client_timeout"]
+
+
+def test_an_lm_eval_that_cannot_run_is_not_blamed_on_the_server() -> None:
+    client = {
+        "timed_out": False,
+        "returncode": 1,
+        "log_tail": ["Traceback:", "ModuleNotFoundError: No module 'x'", "0%"],
+    }
+    reasons = gsm8k._check_run(client, {}, 0, 4)
+    assert [reason.code.value for reason in reasons] == ["client_failed"] and "No module 'x'" in reasons[0].message
 
 
 def test_a_folder_is_gsm8k_only_with_its_content(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

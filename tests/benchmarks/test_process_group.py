@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -8,6 +9,7 @@ import time
 from pathlib import Path
 
 from benchmarks import process_group
+from benchmarks.client import Progress
 from benchmarks.process_group import run_in_group
 
 FAMILY = """
@@ -51,6 +53,21 @@ def test_status_and_output_are_kept(tmp_path: Path) -> None:
     )
     assert (ended.returncode, ended.timed_out) == (3, False)
     assert set((tmp_path / "log").read_text().split()) == {"out", "err"}
+
+
+def test_the_caller_can_watch(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(process_group, "TICK_S", 0.05)
+    (tmp_path / "export").write_text("1\n2\ntorn")
+    progress = Progress(tmp_path / "export", tmp_path / "progress.json", 5)
+    argv = ["/bin/sh", "-c", "read _ < go"]
+    os.mkfifo(tmp_path / "go")
+
+    def tick() -> None:
+        progress()
+        (tmp_path / "go").write_text("go\n")
+
+    run_in_group(argv, env=os.environ, log=tmp_path / "log", deadline_s=30, cwd=tmp_path, on_tick=tick)
+    assert json.loads((tmp_path / "progress.json").read_text()) == {"done": 2, "total": 5}
 
 
 def test_what_the_program_leaves_behind_is_killed(tmp_path: Path) -> None:
