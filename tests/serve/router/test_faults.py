@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import pytest
 from aiohttp import web
 
+from serve.router.errors import BackendSilent
+from serve.router.relay import Relay
 from tests.serve.router.fakes import FakeDecode, FakePrefill, event, event_stream, eventually
 
 
@@ -211,11 +214,14 @@ async def test_a_long_json_answer_outlives_the_deadline_while_decode_answers_pro
         assert await response.json() == {"ok": True}
 
 
-async def test_patience_with_a_decode_that_answers_probes_ends(start):
-    stack = await start(deadline_s=0.1, probe_s=0.02)
-    stack.decode.answer = never
-    async with stack.generate() as response:
-        assert await refusal(response) == (504, "decode_timeout")
+@pytest.mark.parametrize(("alive", "at_least_s", "under_s"), [(True, 0.4, 5), (False, 0.1, 0.4)])
+async def test_patience_ends_with_a_decode_that_answers_probes_too(alive, at_least_s, under_s):
+    began = time.monotonic()
+    relay = Relay(None, stream=True, silence_s=0.1, patience_s=0.4, alive=lambda: alive)
+    with pytest.raises(BackendSilent):
+        async with asyncio.timeout(under_s):
+            await relay.done
+    assert time.monotonic() - began >= at_least_s - 0.002
 
 
 @pytest.mark.parametrize("body", [b"", b"nonsense", b"[]", b'{"choices":[{}]}', b"HTTP"])

@@ -69,6 +69,30 @@ async def test_an_unfit_request_id_is_replaced(start, given):
     assert made != given and len(made) == 32 and f"x-request-id: {made}\r\n".encode() in answer
 
 
+@pytest.mark.parametrize("body", [b'{"stream":true}', b"{}"])
+async def test_the_answers_head_is_the_routers_but_for_decodes_own_fields(start, body):
+    stack = await start()
+
+    async def headed(request):
+        headers = {
+            "Content-Type": "text/event-stream",
+            "X-Request-Id": "theirs",
+            "X-Extra": "kept",
+            "Keep-Alive": "timeout=1",
+        }
+        response = web.StreamResponse(headers=headers)
+        await response.prepare(request)
+        await response.write(event(0))
+        return response
+
+    stack.decode.answer = headed
+    head = await talk(stack.port, post(body, headers=b"X-Request-Id: ours\r\n"), until_close=False)
+    names = [line.split(b":")[0].lower() for line in head.split(b"\r\n")[1:-2]]
+    assert len(names) == len(set(names)) and b"keep-alive" not in names
+    assert b"x-request-id: ours\r\n" in head and b"x-extra: kept\r\n" in head
+    assert (b"transfer-encoding" in names) != (b"content-length" in names)
+
+
 async def test_a_json_answer(start):
     stack = await start()
     async with stack.generate(stream=False) as response:
