@@ -4,22 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from aiohttp import web
 
 from serve.decode.admissions import Ticket
+from serve.decode.generation import Finish, Generation, Pieces
 from serve.decode.reply import JsonReply, Reply, StreamReply, error_response
 from serve.decode.stages import StageRecord, Stopwatch
-from serve.engine.base import Admission, EngineFull, SamplingParams, StepOutput
+from serve.engine.base import Admission, EngineFull, StepOutput
 from serve.handoff.convert import layer_tensors
 from serve.handoff.protocol import HandoffCode, HandoffError
 from serve.handoff.receiver import ReceivedSlot
 from serve.openai import Answer, Endpoint, GenerationRequest, HandoffParams, RequestError, parse_request
-from serve.openai.response import FinishReason
-from serve.text.stream import TextStream
 
 if TYPE_CHECKING:
     from serve.decode.service import DecodeService
@@ -28,7 +27,7 @@ log = logging.getLogger(__name__)
 
 BODY_DEADLINE_S = 60.0
 
-Pieces = list[tuple[str, int]]
+T = TypeVar("T")
 
 
 class Lifecycle:
@@ -48,10 +47,7 @@ class Lifecycle:
         self._seq_id: int | None = None
         self._reply: Reply | None = None
         self._outcome = "internal_error"
-        # Set by _begin, once the prompt is known.
-        self._sampling: SamplingParams
-        self._stop_ids: frozenset[int]
-        self._text: TextStream
+        self._generation: Generation  # set by _begin, once the prompt is known
 
     async def run(self) -> web.StreamResponse:
         """The response, whatever happens. Raises CancelledError when the client is gone."""
@@ -90,9 +86,11 @@ class Lifecycle:
             self._first_token_written()
             pieces, finish = await self._stream()
         self._leave_engine()
-        response = await self._reply.finish(pieces, self._text.finish(), *finish)
+        if finish.silent_token_id is not None:
+            self._reply.silent_token(finish.silent_token_id)
+        response = await self._reply.finish(pieces, self._generation.rest(), finish.reason, finish.stop_reason)
         self._first_token_written()
-        self._outcome = self._record.finish_reason = finish[0]
+        self._outcome = self._record.finish_reason = finish.reason
         self._record.status = 200
         return response
 
@@ -127,13 +125,11 @@ class Lifecycle:
 
     async def _begin_handed_off(
         self, request: GenerationRequest, handoff: HandoffParams
-    ) -> tuple[Pieces, tuple[FinishReason, str | int | None] | None]:
+    ) -> tuple[Pieces, Finish | None]:
         service, record, watch = self._service, self._record, self._watch
         self._begin(request, handoff.prompt_token_ids)
-        first = handoff.first_token_id
-        self._check_ids((first,), "kv_transfer_params.first_token_id")
-        reason: FinishReason | None = "length" if self._sampling.max_tokens == 1 else None
-        pieces, finish = self._consume(StepOutput(0, (first,), "stop" if first in self._stop_ids else reason))
+        pieces, finish = self._generation.first(handoff.first_token_id)
+        service.metrics.output_tokens.inc()
         if finish is not None:
             return pieces, finish  # needs no KV: _give_back drops the hand-off
 
@@ -153,71 +149,28 @@ class Lifecycle:
                 code="prompt_length_mismatch",
                 param="kv_transfer_params.prompt_token_ids",
             )
-        seq_id = await self._place(len(handoff.prompt_token_ids))
-        await self._admit(slot, seq_id, handoff)
+        await self._admit(slot, await self._place(), handoff)
         record.inject_ms = watch.lap_ms()
         service.metrics.inject.observe(record.inject_ms / 1000)
         return pieces, None
 
-    async def _begin_here(
-        self, request: GenerationRequest
-    ) -> tuple[Pieces, tuple[FinishReason, str | int | None] | None]:
+    async def _begin_here(self, request: GenerationRequest) -> tuple[Pieces, Finish | None]:
         service = self._service
         assert service.local_prompt is not None
         prompt_token_ids = await service.local_prompt.token_ids(request)
         self._begin(request, prompt_token_ids)
-        seq_id = await self._place(len(prompt_token_ids))
-        while True:
-            alone = service.admissions.active == 1
-            try:
-                output = await asyncio.wrap_future(service.engine.prefill(seq_id, prompt_token_ids, self._sampling))
-                return self._consume(output)
-            except EngineFull as error:
-                await self._wait_for_room(error, alone)
-            except ValueError as error:
-                raise RequestError(f"the engine refuses the request: {error}") from None
-            except Exception as error:
-                raise _engine_failed(error) from error
+        seq_id = await self._place()
+
+        def prefill() -> Future[StepOutput]:
+            return service.engine.prefill(seq_id, prompt_token_ids, self._generation.sampling)
+
+        output = await self._enter(prefill)
+        service.metrics.output_tokens.inc(len(output.token_ids))
+        return self._generation.step(output)
 
     def _begin(self, request: GenerationRequest, prompt_token_ids: Sequence[int]) -> None:
-        """Checks the prompt against model and context; makes sampling, text and reply."""
         service = self._service
-        self._check_ids(prompt_token_ids, "kv_transfer_params.prompt_token_ids" if self._handoff else "prompt")
-        room = service.capabilities.max_model_len - len(prompt_token_ids)
-        max_tokens = room if request.max_tokens is None else request.max_tokens
-        if room < 1 or max_tokens > room:
-            raise RequestError(
-                f"{len(prompt_token_ids)} prompt tokens and {max(max_tokens, 1)} output tokens exceed the context of "
-                f"{service.capabilities.max_model_len} tokens",
-                code="context_length_exceeded",
-                param="max_tokens" if room >= 1 else "prompt",
-            )
-        if len(prompt_token_ids) + max_tokens > service.capabilities.kv_capacity_tokens:
-            raise RequestError(
-                f"the request needs {len(prompt_token_ids) + max_tokens} KV tokens, there are "
-                f"{service.capabilities.kv_capacity_tokens}",
-                code="context_length_exceeded",
-                param="max_tokens",
-            )
-        self._check_ids(tuple(request.stop_token_ids), "stop_token_ids")
-        eos = frozenset() if request.ignore_eos else service.model.eos_token_ids
-        self._stop_ids = eos | request.stop_token_ids
-        self._sampling = SamplingParams(
-            max_tokens=max_tokens,
-            temperature=request.temperature,
-            top_p=request.top_p,
-            top_k=request.top_k,
-            min_p=request.min_p,
-            seed=request.seed,
-            stop_token_ids=request.stop_token_ids,
-            ignore_eos=request.ignore_eos,
-        )
-        self._text = TextStream(
-            service.model.tokenizer,
-            prompt_token_ids,
-            stop=request.stop,
-            skip_special_tokens=request.skip_special_tokens,
-        )
+        self._generation = Generation(request, prompt_token_ids, service.model, service.capabilities)
         answer = Answer(
             self._endpoint,
             request_id=self._record.request_id,
@@ -231,58 +184,56 @@ class Lifecycle:
         self._reply = reply
         self._record.prompt_tokens = len(prompt_token_ids)
 
-    def _check_ids(self, token_ids: Sequence[int], name: str) -> None:
-        vocab_size = self._service.model.vocab_size
-        if token_ids and max(token_ids) >= vocab_size:
-            message = f"{name}: token id {max(token_ids)} is outside the vocabulary of {vocab_size}"
-            raise RequestError(message, code="token_out_of_vocabulary", param=name)
-
-    async def _place(self, prompt_tokens: int) -> int:
+    async def _place(self) -> int:
         service = self._service
         assert self._ticket is not None
-        tokens = prompt_tokens + self._sampling.max_tokens
-        await service.admissions.place(self._ticket, tokens, deadline_s=service.config.handoff_deadline_s)
+        deadline_s = service.config.handoff_deadline_s
+        await service.admissions.place(self._ticket, self._generation.kv_tokens, deadline_s=deadline_s)
         self._record.admit_wait_ms = self._watch.lap_ms()
         service.metrics.admit_wait.observe(self._record.admit_wait_ms / 1000)
-        service.metrics.prompt_tokens.inc(prompt_tokens)
+        service.metrics.prompt_tokens.inc(self._record.prompt_tokens)
         seq_id = self._seq_id = service.next_seq_id()
         service.outputs[seq_id] = asyncio.Queue()
         return seq_id
 
     async def _admit(self, slot: ReceivedSlot, seq_id: int, handoff: HandoffParams) -> None:
-        service = self._service
-        while True:
-            alone = service.admissions.active == 1
-            self._injection = service.engine.admit(
+        def admit() -> Future[None]:
+            self._injection = self._service.engine.admit(
                 Admission(
                     seq_id=seq_id,
                     prompt_token_ids=handoff.prompt_token_ids,
                     first_token_id=handoff.first_token_id,
-                    sampling=self._sampling,
+                    sampling=self._generation.sampling,
                     kv=layer_tensors(slot),
                     draft_token_ids=slot.draft_token_ids,
                 )
             )
+            return self._injection
+
+        await self._enter(admit)
+        self._release_slot()
+
+    async def _enter(self, command: Callable[[], Future[T]]) -> T:
+        """Has the engine take the sequence; again, after another one left, while it has no room."""
+        config, admissions = self._service.config, self._service.admissions
+        assert self._ticket is not None
+        while True:
+            alone = admissions.active == 1
             try:
-                await asyncio.wrap_future(self._injection)
+                async with asyncio.timeout(config.step_deadline_s):
+                    return await asyncio.wrap_future(command())
+            except TimeoutError:
+                raise _engine_stalled(config.step_deadline_s) from None
             except EngineFull as error:
-                await self._wait_for_room(error, alone)
+                if alone:
+                    raise _engine_failed(error) from error
+                await admissions.place_again(self._ticket, deadline_s=config.handoff_deadline_s)
             except ValueError as error:
                 raise RequestError(f"the engine refuses the request: {error}") from None
             except Exception as error:
                 raise _engine_failed(error) from error
-            else:
-                self._release_slot()
-                return
 
-    async def _wait_for_room(self, error: EngineFull, alone: bool) -> None:
-        assert self._ticket is not None
-        if alone:
-            raise _engine_failed(error) from error
-        deadline_s = self._service.config.handoff_deadline_s
-        await self._service.admissions.place_again(self._ticket, deadline_s=deadline_s)
-
-    async def _stream(self) -> tuple[Pieces, tuple[FinishReason, str | int | None]]:
+    async def _stream(self) -> tuple[Pieces, Finish]:
         """Writes each step's tokens; returns the last step's, unwritten, and why it was the last."""
         assert self._seq_id is not None and self._reply is not None
         outputs = self._service.outputs[self._seq_id]
@@ -291,8 +242,7 @@ class Lifecycle:
                 async with asyncio.timeout(self._service.config.step_deadline_s):
                     output = await outputs.get()
             except TimeoutError:
-                message = f"the engine made no step within {self._service.config.step_deadline_s:g} s"
-                raise RequestError(message, status=504, code="engine_stalled") from None
+                raise _engine_stalled(self._service.config.step_deadline_s) from None
             if isinstance(output, RequestError):
                 raise output
             if self._record.first_step_ms is None:
@@ -301,26 +251,10 @@ class Lifecycle:
             self._record.drafted += output.drafted
             self._record.accepted += output.accepted
             self._service.count_acceptance(output)
-            pieces, finish = self._consume(output)
+            pieces, finish = self._generation.step(output)
             if finish is not None:
                 return pieces, finish
             await self._reply.tokens(pieces)
-
-    def _consume(self, output: StepOutput) -> tuple[Pieces, tuple[FinishReason, str | int | None] | None]:
-        """Turns a step's tokens into text; tokens behind a stop string are dropped."""
-        assert self._reply is not None
-        pieces: Pieces = []
-        for index, token_id in enumerate(output.token_ids):
-            self._record.output_tokens += 1
-            self._service.metrics.output_tokens.inc()
-            last = index == len(output.token_ids) - 1
-            if last and output.finish_reason == "stop" and token_id in self._stop_ids:
-                self._reply.silent_token(token_id)
-                return pieces, ("stop", token_id if token_id in self._sampling.stop_token_ids else None)
-            pieces.append((self._text.push(token_id), token_id))
-            if self._text.stop_reason is not None:
-                return pieces, ("stop", self._text.stop_reason)
-        return pieces, None if output.finish_reason is None else (output.finish_reason, None)
 
     def _first_token_written(self) -> None:
         if self._record.first_token_ms is None:
@@ -354,6 +288,8 @@ class Lifecycle:
             self._release_slot()
         elif self._handoff is not None:
             self._service.spawn(self._service.receiver.abandon(self._handoff.handoff_id, self._outcome))
+        if self._reply is not None:
+            self._record.output_tokens = self._generation.output_tokens
         self._record.total_ms = self._watch.total_ms()
         self._record.code = self._record.code or (self._outcome if self._record.status is None else None)
         self._service.metrics.requests.labels(self._endpoint.value, self._outcome).inc()
@@ -373,6 +309,10 @@ class Lifecycle:
 
 def _engine_failed(error: BaseException) -> RequestError:
     return RequestError(f"the engine failed: {type(error).__name__}: {error}", status=500, code="engine_error")
+
+
+def _engine_stalled(deadline_s: float) -> RequestError:
+    return RequestError(f"the engine made no step within {deadline_s:g} s", status=504, code="engine_stalled")
 
 
 def _handoff_failed(error: HandoffError) -> RequestError:

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from aiohttp import web
 
+from serve.decode.generation import Pieces
 from serve.openai import JSON_CONTENT_TYPE, SSE_CONTENT_TYPE, Answer, RequestError
 from serve.openai.response import FinishReason
 
@@ -18,11 +19,11 @@ class Reply(Protocol):
 
     begun: bool
 
-    async def tokens(self, pieces: list[tuple[str, int]]) -> None:
-        """(text, token id) of each token of a step."""
+    async def tokens(self, pieces: Pieces) -> None:
+        """The tokens of a step."""
 
     async def finish(
-        self, pieces: list[tuple[str, int]], rest: str, reason: FinishReason, stop_reason: str | int | None
+        self, pieces: Pieces, rest: str, reason: FinishReason, stop_reason: str | int | None
     ) -> web.StreamResponse:
         """The last tokens, text that was held back, and why it ended."""
 
@@ -45,11 +46,11 @@ class StreamReply:
         )
         self.begun = False
 
-    async def tokens(self, pieces: list[tuple[str, int]]) -> None:
+    async def tokens(self, pieces: Pieces) -> None:
         await self._write(b"".join(self._answer.token_event(text, token_id) for text, token_id in pieces))
 
     async def finish(
-        self, pieces: list[tuple[str, int]], rest: str, reason: FinishReason, stop_reason: str | int | None
+        self, pieces: Pieces, rest: str, reason: FinishReason, stop_reason: str | int | None
     ) -> web.StreamResponse:
         events = [self._answer.token_event(text, token_id) for text, token_id in pieces]
         events.append(self._answer.finish_events(reason, stop_reason, rest))
@@ -90,12 +91,12 @@ class JsonReply:
         self._token_ids: list[int] = []
         self.begun = False
 
-    async def tokens(self, pieces: list[tuple[str, int]]) -> None:
+    async def tokens(self, pieces: Pieces) -> None:
         self._texts.extend(text for text, _ in pieces)
         self._token_ids.extend(token_id for _, token_id in pieces)
 
     async def finish(
-        self, pieces: list[tuple[str, int]], rest: str, reason: FinishReason, stop_reason: str | int | None
+        self, pieces: Pieces, rest: str, reason: FinishReason, stop_reason: str | int | None
     ) -> web.StreamResponse:
         await self.tokens(pieces)
         token_ids = self._token_ids + self._answer.silent_token_ids

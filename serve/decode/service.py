@@ -212,6 +212,7 @@ class DecodeService:
     def _on_step(self, report: StepReport) -> None:
         self.metrics.steps.observe(report.step_s)
         self.metrics.step_sequences.observe(report.sequences)
+        self.metrics.output_tokens.inc(sum(len(output.token_ids) for output in report.outputs))
         for output in report.outputs:
             outputs = self.outputs.get(output.seq_id)
             if outputs is not None:

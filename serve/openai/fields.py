@@ -11,6 +11,7 @@ import orjson
 from serve.openai.errors import RequestError
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
+MAX_TOKEN_ID = 2**31
 SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 
 
@@ -86,11 +87,13 @@ def token_ids(value: Any, name: str, *, max_length: int, min_length: int = 1) ->
         code = "context_length_exceeded" if len(value) > max_length else "invalid_value"
         message = f"{name} must hold {min_length} to {max_length} token ids, got {len(value)}"
         raise RequestError(message, param=name, code=code)
-    for position, token in enumerate(value):
-        if type(token) is not int:
-            raise wrong_type(f"{name}[{position}]", "a token id", token)
-        if not 0 <= token < 2**31:
-            raise RequestError(f"{name}[{position}] is not a token id: {token}", param=name)
+    # Checked as a whole first: a prompt may have 100,000 tokens, and other streams wait meanwhile.
+    if value and not (set(map(type, value)) == {int} and min(value) >= 0 and max(value) < MAX_TOKEN_ID):
+        for position, token in enumerate(value):
+            if type(token) is not int:
+                raise wrong_type(f"{name}[{position}]", "a token id", token)
+            if not 0 <= token < MAX_TOKEN_ID:
+                raise RequestError(f"{name}[{position}] is not a token id: {token}", param=name)
     return tuple(value)
 
 

@@ -86,7 +86,7 @@ class ScriptedEngine:
     """
 
     def __init__(self, *, max_batch_size: int = 4, max_model_len: int = 256, kv_capacity_tokens: int = 1024) -> None:
-        self.capabilities = Capabilities(max_batch_size, max_model_len, kv_capacity_tokens)
+        self.capabilities = Capabilities(max_batch_size, max_model_len, kv_capacity_tokens, local_prefill=True)
         self.sequences: dict[int, list[int]] = {}
         self.limits: dict[int, Admission] = {}
         self.injected: dict[int, int] = {}
@@ -118,7 +118,9 @@ class ScriptedEngine:
         self.limits[admission.seq_id] = admission
 
     def prefill(self, seq_id: int, prompt_token_ids: Any, sampling: Any) -> StepOutput:
-        raise NotImplementedError
+        self.sequences[seq_id] = [letter("a")]
+        self.limits[seq_id] = Admission(seq_id, prompt_token_ids, letter("a"), sampling, iter(()))
+        return StepOutput(seq_id, (letter("a"),))
 
     def step(self) -> list[StepOutput]:
         if self._permits is not None and not self._permits.acquire(timeout=20):

@@ -109,6 +109,14 @@ async def test_a_client_that_leaves_before_its_hand_off_frees_it(server):
     await still_serves(server)
 
 
+async def test_a_hand_off_is_good_for_one_request(server):
+    params = await server.handoff("ab", first="c")
+    answers = await asyncio.gather(*(server.completion(params, max_tokens=3) for _ in range(3)))
+    assert sorted(status for status, _ in answers) == [200, 502, 502]
+    assert {d["error"]["code"] for status, d in answers if status == 502} == {"duplicate_handoff"}
+    await still_serves(server)
+
+
 async def test_ten_times_more_requests_than_capacity_are_all_answered(server):
     params = [server.params("ab", first="c") for _ in range(80)]
     requests = [asyncio.ensure_future(server.completion(p, max_tokens=20)) for p in params]

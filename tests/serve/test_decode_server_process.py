@@ -33,8 +33,14 @@ REPOSITORY = Path(__file__).parents[2]
 class Process:
     """A started decode server."""
 
-    def __init__(self, model_dir: Path, *options: str, ready: bool = True) -> None:
-        argv = [sys.executable, "-m", "serve.decode_server", "--model", str(model_dir), "--served-model-name", MODEL]
+    def __init__(
+        self,
+        model_dir: Path,
+        *options: str,
+        ready: bool = True,
+        program: tuple[str, ...] = ("-m", "serve.decode_server"),
+    ) -> None:
+        argv = [sys.executable, *program, "--model", str(model_dir), "--served-model-name", MODEL]
         argv += ["--port", "0", "--max-model-len", "256", "--max-batch-size", "4", "--threads", "1", *options]
         self.popen = subprocess.Popen(argv, cwd=REPOSITORY, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.errors: list[str] = []
@@ -194,6 +200,28 @@ def test_sigterm_with_requests_in_flight_ends_in_time(tiny_model_dir, tmp_path):
         assert b"shutting_down" in rest or b"[DONE]" in rest
         record = json.loads((tmp_path / "stages.jsonl").read_text())
         assert record["code"] == "shutting_down" or record["finish_reason"] == "length"
+    finally:
+        process.kill()
+
+
+BROKEN_ENGINE = """
+import asyncio, sys
+from serve.decode_server import parser, serve
+from tests.serve.decode_rig import ScriptedEngine
+engine = ScriptedEngine()
+engine.break_step.extend(RuntimeError("device lost") for _ in range(3))
+sys.exit(asyncio.run(serve(parser().parse_args(sys.argv[1:]), lambda options: engine)))
+"""
+
+
+def test_an_engine_that_is_dead_ends_the_process(tiny_model_dir):
+    process = Process(tiny_model_dir, "--allow-local-prefill", program=("-c", BROKEN_ENGINE))
+    try:
+        for _ in range(3):
+            status, document = process.complete(prompt="x", max_tokens=5)
+            assert (status, document["error"]["code"]) == (500, "engine_error")
+        assert process.request("GET", "/health")[0] == 503
+        assert process.wait(6) == 3
     finally:
         process.kill()
 
