@@ -133,8 +133,13 @@ def test_a_stopped_peer_costs_a_hand_off_its_deadline_and_not_the_engines_thirty
 
     assert failed.code is HandoffCode.DEADLINE_EXCEEDED
     assert 0.9 < time.monotonic() - opened < 3.5
-    # The engine still reads the staging piece: it must not go to the next hand-off.
-    assert sender.free_bytes == (160 << 20) - LAYOUT.slot_bytes(TOKENS)
+    # The engine still reads the staging piece: it must not go to the next hand-off before that has ended.
+    assert transport.in_flight(0, 1 << 62)
+    with pytest.raises(TimeoutError):
+        until(lambda: sender.free_bytes == 160 << 20, 1.5)
+    peer.signal(signal.SIGCONT)
+    until(lambda: sender.free_bytes == 160 << 20)
+    assert not transport.in_flight(0, 1 << 62)
 
 
 def test_a_peer_that_is_stopped_before_first_contact_holds_up_neither_its_hand_off_nor_anybody_else(
