@@ -253,7 +253,9 @@ async def requests_per_s(ways: dict[str, int], router_pid: int, concurrency: int
     return result
 
 
-async def measure(*, rounds: int = 300, streams: int = 16, tokens: int = 400, repeats: int = 3) -> dict[str, Any]:
+async def measure(
+    *, rounds: int = 300, streams: int = 16, tokens: int = 400, repeats: int = 3, loop_s: float = 1.0
+) -> dict[str, Any]:
     """All figures, in some ten seconds. Keys: two_hops, one_hop (max_tokens 1), stream, streaming, requests_per_s."""
     async with child("serve.router.bench", "--serve", "backend") as (_, backend_port):
         backend = f"http://127.0.0.1:{backend_port}"
@@ -269,7 +271,7 @@ async def measure(*, rounds: int = 300, streams: int = 16, tokens: int = 400, re
                 "one_hop": await added_ms(ways, 1, rounds),
                 "stream": await added_ms(ways, 64, rounds),
                 "streaming": await streaming(ways, pids, streams, tokens, repeats),
-                "requests_per_s": await requests_per_s(ways, router_pid, 64, 1.0),
+                "requests_per_s": await requests_per_s(ways, router_pid, 64, loop_s),
             }
 
 

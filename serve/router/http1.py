@@ -235,9 +235,9 @@ class ServerConnection(asyncio.Protocol):
 
     def _finish(self, exchange: Exchange) -> None:
         self._active = self.task = None
-        self._release_body(len(exchange.request.body))
-        if exchange.gone:
+        if exchange.gone:  # connection_lost has released the body
             return
+        self._release_body(len(exchange.request.body))
         if not exchange.finished:
             self.transport.abort()
         elif not exchange.request.keep_alive or self.server.draining:

@@ -221,6 +221,7 @@ async def test_client_leaves_during_hop_1(start):
     assert stack.decode.aborts[0]["handoff_id"] == stack.prefill.seen[0].json["kv_transfer_params"]["handoff_id"]
     await eventually(lambda: stack.stage_path.exists() and b'"status":499' in stack.stage_path.read_bytes())
     assert [one.inflight for one in stack.fleet.all] == [0, 0]
+    assert stack.server.held_body_bytes == 0
 
 
 async def test_client_leaves_during_hop_2(start):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from random import Random
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -206,6 +207,27 @@ async def test_a_flood_behind_a_running_request_is_not_read(echo):
     assert len(connection._pending) < 1024 * 1024
     writer.transport.abort()
     echo.gate.set()
+
+
+async def test_mangled_requests_get_a_4xx_or_a_close_and_leave_nothing_behind(start):
+    stack = await start()
+    random = Random(1)
+    plain = post(b'{"prompt":"a","stream":true,"max_tokens":3}', headers=CLOSE)
+    seen = set()
+    for _ in range(300):
+        raw = bytearray(plain)
+        for _ in range(random.randint(1, 4)):
+            at = random.randrange(len(raw))
+            raw[at : at + random.choice([0, 1, 4])] = random.randbytes(random.choice([0, 1, 3]))
+        reader, writer = await asyncio.open_connection("127.0.0.1", stack.port)
+        writer.write(bytes(raw))
+        writer.write_eof()
+        seen.add((await asyncio.wait_for(reader.read(), 5))[9:12])
+        writer.close()
+    assert b"400" in seen and seen <= {b"", b"200", b"400", b"404", b"405", b"417", b"431", b"505"}
+    await eventually(lambda: not stack.server.connections)
+    assert stack.server.held_body_bytes == 0
+    await eventually(lambda: not any(one.inflight for one in stack.fleet.all))
 
 
 async def test_http_1_0_gets_no_chunks(echo):
