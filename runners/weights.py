@@ -58,9 +58,10 @@ async def stage(spec: JobSpec) -> Path:
 def model_dir(spec: JobSpec) -> Path:
     """Where the staged checkpoint lies: the model's own folder when it needs no conversion, else one in the cache."""
     model = Model.model_validate(spec.model_profile)
+    paths = spec.cluster_profile["paths"]
+    cache = REPO / str(paths["shared"])
     if isinstance(model.weights, PathWeights) and model.weights.format == "safetensors":
-        return Path(model.weights.path)
-    cache = REPO / str(spec.cluster_profile["paths"]["shared"])
+        return Path(paths.get("models") or cache / "models") / model.weights.path
     return cache / "weights" / f"{model.name}-{model.weights.converted_dtype or 'original'}"
 
 
