@@ -1,8 +1,8 @@
 """Llama (arXiv 2302.13971) and checkpoints of its shape: GQA, RMSNorm, SwiGLU, rotate-half RoPE.
 
 Legend: N = new tokens of a forward, E = hidden, O = a projection's outputs, H = query heads, G = KV heads, R = H/G
-query heads a KV head, D = head dim, C = a region's capacity, T = cached tokens, S = sequences, L = layers, V = vocabulary,
-P = 2 planes (K, then V).
+query heads a KV head, D = head dim, C = a region's capacity, T = cached tokens, S = sequences, L = layers,
+V = vocabulary, P = 2 planes (K, then V).
 """
 
 from __future__ import annotations

