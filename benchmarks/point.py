@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from benchmarks.records import DEFINITIONS_VERSION
 from benchmarks.result import RESULT_SCHEMA_VERSION, ResultError
 from benchmarks.verdict import Verdict
-from configs.job import FixedSeqLenPoint, GsmEvalPoint, JobSpec, UnresolvedReference
+from configs.job import JobSpec, PointSpec, UnresolvedReference
 
 EXIT_VALID, EXIT_INVALID, EXIT_USAGE, EXIT_INFRASTRUCTURE, EXIT_INTERRUPTED = 0, 1, 64, 75, 130
 
@@ -88,9 +88,7 @@ class PointTask:
         return self.out / "raw"
 
 
-def parse_task(
-    prog: str, description: str, argv: Sequence[str] | None
-) -> tuple[PointTask, FixedSeqLenPoint | GsmEvalPoint]:
+def parse_task(prog: str, description: str, argv: Sequence[str] | None) -> tuple[PointTask, PointSpec]:
     """The command line of every measurement. Raises UsageError."""
     parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=description)
     parser.add_argument("--spec", type=Path, required=True, help="spec.json of the job")

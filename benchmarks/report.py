@@ -24,7 +24,7 @@ from benchmarks.point import EXIT_INVALID, EXIT_USAGE, EXIT_VALID, PointResult
 from benchmarks.result import ResultError, bare_row, write_rows
 from benchmarks.stages import STAGES
 from benchmarks.verdict import Reason, ReasonCode, Verdict
-from configs.job import FixedSeqLenPoint, GsmEvalPoint, JobSpec
+from configs.job import FixedSeqLenPoint, GsmEvalPoint, JobSpec, PointSpec
 
 Row = dict[str, Any]
 _MS: Callable[[Any], str] = lambda value: f"{value * 1e3:.1f}"  # noqa: E731
@@ -170,7 +170,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return EXIT_VALID if all(row["verdict"]["valid"] for row in rows) else EXIT_INVALID
 
 
-def _point(spec: JobSpec, point: FixedSeqLenPoint | GsmEvalPoint, folder: Path, recompute: bool) -> Collected:
+def _point(spec: JobSpec, point: PointSpec, folder: Path, recompute: bool) -> Collected:
     problem = ""
     try:
         if recompute or not (folder / "result.json").exists():
@@ -190,10 +190,12 @@ def _point(spec: JobSpec, point: FixedSeqLenPoint | GsmEvalPoint, folder: Path, 
     return Collected({**identity, **shape, "verdict": verdict.model_dump(mode="json")}, {})
 
 
-def _assemble(spec: JobSpec, point: FixedSeqLenPoint | GsmEvalPoint, folder: Path) -> PointResult:
+def _assemble(spec: JobSpec, point: PointSpec, folder: Path) -> PointResult:
     if isinstance(point, FixedSeqLenPoint):
         return fixed_seq_len.assemble(spec, point, folder)
-    return gsm8k.assemble(spec, point, folder)
+    if isinstance(point, GsmEvalPoint):
+        return gsm8k.assemble(spec, point, folder)
+    raise ValueError(f"{point.scenario} cannot be assembled by this version")
 
 
 def _table(rows: Iterable[Row], columns: dict[str, tuple[str, Callable[[Any], str]]]) -> str:

@@ -8,6 +8,7 @@ Values that are known only once the job runs (a node's address, a port, the run 
     @run@                  the job's folder, results/<run-id>/<job-id>
     @model@                the staged weights directory on the node
     @python@               the interpreter of this environment
+    @converted@            the folder of converted checkpoints of this site
     @repo@                 the folder that holds the import packages
 
 so the spec, its fingerprint and the golden plans do not depend on the machine that runs them.
@@ -19,13 +20,20 @@ import hashlib
 import json
 import re
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from configs.base import Strict
+from configs.points import AgentXPoint as AgentXPoint
+from configs.points import FixedSeqLenPoint as FixedSeqLenPoint
+from configs.points import GsmEvalPoint as GsmEvalPoint
+from configs.points import Limits as Limits
+from configs.points import PointSpec as PointSpec
+from configs.points import TraceCorpus as TraceCorpus
 
-RoleName = Literal["prefill", "decode", "router", "aggregated"]
+# metaserver is no role of a recipe: an engine that needs a catalog of KV blocks gets the process.
+RoleName = Literal["prefill", "decode", "router", "aggregated", "metaserver"]
 EngineName = Literal["vllm", "sglang", "tilert", "pegainfer", "bundled"]
 SPEC_SCHEMA_VERSION = 1
 
@@ -66,6 +74,9 @@ class Parallelism(Strict):
 class Readiness(Strict):
     """How the orchestrator learns that a process answers; the canary through the router decides in the end."""
 
+    process: str | None = Field(
+        default=None, description="Process to ask; null is the process itself. A worker's first node speaks for all."
+    )
     port: str = Field(description="Name of the port to ask.")
     path: str = Field(default="/health", description="HTTP path that answers 200 when the process serves.")
     timeout_s: float = Field(
@@ -73,10 +84,19 @@ class Readiness(Strict):
     )
 
 
+class PrepareStep(Strict):
+    """One command before a process starts: on its node, in its image and environment, to its end."""
+
+    name: str = Field(description="What it does, in a word or two.")
+    argv: tuple[str, ...] = Field(description="Exact command line, with references.")
+    creates: str = Field(description="Path that exists when it is done; the step is skipped when it is there.")
+    shared: bool = Field(default=False, description="Other jobs use the same result: it is made once, under a lock.")
+
+
 class ProcessSpec(Strict):
     """One operating-system process of a role: what is started, where, with what."""
 
-    name: str = Field(description="Unique in the job: <role>-<index>.")
+    name: str = Field(description="Unique in the job: <role>-<index>, or <role>-<index>.<n> for a worker's n-th node.")
     role: RoleName = Field(description="What it does in the job.")
     index: int = Field(ge=0, description="Number of the process within its role.")
     engine: EngineName = Field(description="Engine that plays the role.")
@@ -88,60 +108,10 @@ class ProcessSpec(Strict):
     cwd: str = Field(default="@run@", description="Working folder, with references.")
     ports: tuple[str, ...] = Field(description="Names of the ports it listens on, e.g. http, control.")
     readiness: Readiness = Field(description="When it counts as started.")
+    prepare: tuple[PrepareStep, ...] = Field(default=(), description="Commands before it starts, in order.")
     reads: tuple[str, ...] = Field(default=(), description="Files and folders it reads.")
     writes: tuple[str, ...] = Field(default=(), description="Files and folders it writes.")
     log: str = Field(description="Where its stdout and stderr go.")
-
-
-class Limits(Strict):
-    """When a measurement is no longer publishable, or no longer worth waiting for."""
-
-    request_timeout_s: float = Field(gt=0, description="Client deadline of one request, in seconds.")
-    point_timeout_s: float = Field(gt=0, description="Deadline of the whole point, in seconds.")
-    max_error_rate: float = Field(
-        ge=0, le=1, description="Failed requests over requests, above which a point is invalid."
-    )
-    max_client_queue_ms: float = Field(
-        default=100, gt=0, description="Client-side queueing (p50) above which the client was the bottleneck."
-    )
-
-
-class FixedSeqLenPoint(Strict):
-    """One concurrency of a fixed-sequence-length measurement."""
-
-    scenario: Literal["fixed-seq-len"] = Field(default="fixed-seq-len", description="Kind of the point.")
-    id: str = Field(description="Unique in the job; the folder name of its results.")
-    isl: int = Field(gt=0, description="Nominal input length L, in tokens; lengths are uniform in [floor(r*L), L].")
-    osl: int = Field(gt=0, description="Nominal output length, in tokens, drawn the same way.")
-    range_ratio: float = Field(default=0.8, gt=0, le=1, description="The r above.")
-    conc: int = Field(gt=0, description="Concurrent requests.")
-    requests: int = Field(gt=0, description="Measured requests.")
-    warmup_requests: int = Field(ge=0, description="Requests before the measurement, with prompts of their own.")
-    seed: int = Field(ge=0, description="Seed of the prompts or problems.")
-    limits: Limits = Field(description="When the point is no longer publishable.")
-
-
-class GsmEvalPoint(Strict):
-    """One GSM8K-format evaluation through the router, with real acceptance."""
-
-    scenario: Literal["gsm8k"] = Field(default="gsm8k", description="Kind of the point.")
-    id: str = Field(description="Unique in the job; the folder name of its results.")
-    data: Literal["hub", "directory", "generated"] = Field(description="generated is never reported as GSM8K.")
-    data_dir: str | None = Field(
-        default=None, description="Folder with train.jsonl and test.jsonl, for data: directory."
-    )
-    problems: int | None = Field(default=None, gt=0, description="Number of problems; null is all of them.")
-    num_fewshot: int = Field(default=5, ge=0, description="Worked examples in the prompt.")
-    max_tokens: int = Field(gt=0, description="Output limit of one answer, in tokens.")
-    conc: int = Field(gt=0, description="Concurrent requests.")
-    threshold: float | None = Field(
-        default=None, ge=0, le=1, description="Least exact_match of both filters, or null for no gate."
-    )
-    seed: int = Field(ge=0, description="Seed of the prompts or problems.")
-    limits: Limits = Field(description="When the point is no longer publishable.")
-
-
-PointSpec = Annotated[FixedSeqLenPoint | GsmEvalPoint, Field(discriminator="scenario")]
 
 
 class HandoffSpec(Strict):
@@ -242,7 +212,7 @@ class JobSpec(Strict):
         """The process of that name; KeyError if the job has none."""
         return {process.name: process for process in self.processes}[name]
 
-    def point(self, point_id: str) -> FixedSeqLenPoint | GsmEvalPoint:
+    def point(self, point_id: str) -> PointSpec:
         """The point of that id; KeyError if the job has none."""
         return {point.id: point for point in self.points}[point_id]
 

@@ -159,4 +159,6 @@ def _point(point: PointSpec) -> str:
         return (
             f"gsm8k format, {point.data} data, {problems} problems, {point.num_fewshot} shots, concurrency {point.conc}"
         )
+    if point.scenario == "agentic-coding":
+        return f"replay of {point.corpus.name}, {point.duration_s:g} s, concurrency {point.conc}"
     return f"{point.requests} requests after {point.warmup_requests} warm-up, concurrency {point.conc}"

@@ -10,32 +10,34 @@ from pathlib import Path
 
 from benchmarks.point import PointResult
 from benchmarks.result import ResultError
-from configs.job import FixedSeqLenPoint, GsmEvalPoint, JobSpec
+from configs.job import JobSpec, PointSpec
 from runners import launch
 from runners.events import EventLog
 from runners.outcome import PointOutcome, log_tail
 
-MODULES = {"fixed-seq-len": "benchmarks.fixed_seq_len", "gsm8k": "benchmarks.gsm8k"}
+MODULES = {
+    "fixed-seq-len": "benchmarks.fixed_seq_len",
+    "gsm8k": "benchmarks.gsm8k",
+    "agentic-coding": "benchmarks.agentx",
+}
 POINT_GRACE_S = 5.0
 CLIENT_MARGIN_S = 60.0  # beyond the client's own deadline: imports, prompts, reading what it wrote
 PROGRESS_S = 0.5
 MAX_PROGRESS_BYTES = 4096
 
-Point = FixedSeqLenPoint | GsmEvalPoint
 
-
-def command(spec: JobSpec, point: Point) -> list[str]:
+def command(spec: JobSpec, point: PointSpec) -> list[str]:
     """``python -m benchmarks.X --spec spec.json --point ID``."""
     spec_path = spec.job_dir() / "spec.json"
     return [spec.resolve("@python@"), "-m", MODULES[point.scenario], "--spec", str(spec_path), "--point", point.id]
 
 
-def deadline_s(point: Point) -> float:
+def deadline_s(point: PointSpec) -> float:
     """When the point's process is given up, in seconds from its start."""
     return point.limits.point_timeout_s + CLIENT_MARGIN_S
 
 
-async def measure(spec: JobSpec, point: Point, events: EventLog) -> PointOutcome:
+async def measure(spec: JobSpec, point: PointSpec, events: EventLog) -> PointOutcome:
     """Runs the point under its deadline. When cancelled, ends the client and everything it started first."""
     job_dir = spec.job_dir()
     started = time.monotonic()
@@ -68,7 +70,7 @@ async def measure(spec: JobSpec, point: Point, events: EventLog) -> PointOutcome
     return outcome
 
 
-def judge(job_dir: Path, point: Point, ended: launch.Exit | None, elapsed_s: float, log: Path) -> PointOutcome:
+def judge(job_dir: Path, point: PointSpec, ended: launch.Exit | None, elapsed_s: float, log: Path) -> PointOutcome:
     """What the point's process left: a result that names this point, or the reason why there is none."""
     elapsed_s = round(elapsed_s, 3)
     exit_code = ended.returncode if ended else None
@@ -97,7 +99,7 @@ def read_result(job_dir: Path, point_id: str) -> tuple[PointResult | None, str]:
     return (result, "") if result.point == point_id else (None, f"{path} is the result of {result.point}")
 
 
-async def _follow_progress(job_dir: Path, point: Point, events: EventLog) -> None:
+async def _follow_progress(job_dir: Path, point: PointSpec, events: EventLog) -> None:
     """Hands on what the client says in points/<id>/progress.json, ``{"done": n, "total": m}``, when it changes."""
     path = job_dir / "points" / point.id / "progress.json"
     last: tuple[int, int] | None = None
