@@ -75,7 +75,7 @@ def convert_gguf(source: Path, out: Path, dtype: str) -> Path:
     reader = functools.cache(lambda: _read(source))
 
     def needed_bytes() -> int:
-        parameters = sum(int(tensor.n_elements) for tensor in reader().tensors)
+        parameters: int = sum(int(tensor.n_elements) for tensor in reader().tensors)
         return parameters * TORCH_DTYPES[dtype].itemsize + TOKENIZER_ALLOWANCE_BYTES
 
     def build(directory: Path) -> None:
