@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 import orjson
 import pytest
 
+from serve.decode.model_files import ModelFiles
 from serve.engine.base import StepOutput
 from serve.openai import Endpoint
 from tests.serve.decode_rig import EOS, MODEL, Rig, ScriptedEngine, letter, rig
@@ -238,3 +239,15 @@ async def test_requests_are_batched(server, engine):
     engine.allow(20)
     answers = [document["choices"][0]["text"] for _, document in await asyncio.gather(*running)]
     assert answers == ["cdef", "efgh", "ghij"]
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+@pytest.mark.parametrize("content", [None, "{", "[]", "{}"])
+def test_a_model_file_that_is_missing_or_broken_is_named(tiny_model_dir, tmp_path, name, content):
+    for path in tiny_model_dir.iterdir():
+        if path.name != name:
+            (tmp_path / path.name).symlink_to(path)
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=name):
+        ModelFiles.read(tmp_path)
