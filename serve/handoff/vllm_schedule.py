@@ -8,13 +8,20 @@ from __future__ import annotations
 
 import math
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
-from serve.handoff.protocol import HandoffCode, HandoffError
+from pydantic import StringConstraints, TypeAdapter, ValidationError
 
-MAX_ID_CHARS = 256
+from serve.handoff.protocol import HandoffCode, HandoffError, HandoffId, RequestId
+
+_HANDOFF_ID: TypeAdapter[str] = TypeAdapter(HandoffId)
+_REQUEST_ID: TypeAdapter[str] = TypeAdapter(RequestId)
+_ADDRESS: TypeAdapter[str] = TypeAdapter(Annotated[str, StringConstraints(max_length=256)])
+MAX_ECHO_CHARS = 256
+REMEMBERED_IDS = 4096
 
 
 @dataclass(frozen=True)
@@ -33,7 +40,9 @@ class HandoffParams:
             return None
         if not isinstance(raw, dict):
             raise _malformed(f"kv_transfer_params must be an object, got {type(raw).__name__}")
-        handoff_id, request_id, control = (_text(raw, name) for name in ("handoff_id", "request_id", "decode_control"))
+        handoff_id = _valid(raw, "handoff_id", _HANDOFF_ID)
+        request_id = _valid(raw, "request_id", _REQUEST_ID)
+        control = _valid(raw, "decode_control", _ADDRESS)
         host, _, port = control.rpartition(":")
         if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
             raise _malformed(f"kv_transfer_params.decode_control must be host:port, got {control!r}")
@@ -43,11 +52,11 @@ class HandoffParams:
         return cls(handoff_id, request_id, control, min(float(deadline_s), max_deadline_s))
 
 
-def _text(raw: dict[str, Any], name: str) -> str:
-    value = raw.get(name)
-    if not isinstance(value, str) or not 0 < len(value) <= MAX_ID_CHARS:
-        raise _malformed(f"kv_transfer_params.{name} must be a string of 1 to {MAX_ID_CHARS} characters")
-    return value
+def _valid(raw: dict[str, Any], name: str, kind: TypeAdapter[str]) -> str:
+    try:
+        return kind.validate_python(raw.get(name), strict=True)
+    except ValidationError as error:
+        raise _malformed(f"kv_transfer_params.{name}: {error.errors()[0]['msg']}") from error
 
 
 def _malformed(message: str) -> HandoffError:
@@ -120,7 +129,8 @@ class HandoffPlanner:
         self._clock = clock
         self._tracked: dict[str, _Tracked] = {}
         self._failed: dict[str, Failure] = {}
-        self._handoff_ids: set[str] = set()
+        # Ids that ended stay for a while: the worker may still be sending the hand-off when its request is gone.
+        self._used_ids: OrderedDict[str, None] = OrderedDict()
         self._rejects: list[Failure] = []
         self._aborts: list[Failure] = []
 
@@ -134,14 +144,16 @@ class HandoffPlanner:
             params = HandoffParams.parse(raw, self._max_deadline_s)
             if params is None:
                 return
-            if params.handoff_id in self._handoff_ids:
-                raise HandoffError(HandoffCode.DUPLICATE_HANDOFF, f"hand-off {params.handoff_id} is already under way")
+            if params.handoff_id in self._used_ids:
+                raise HandoffError(HandoffCode.DUPLICATE_HANDOFF, f"hand-off id {params.handoff_id} was used before")
         except HandoffError as error:
             failure = Failure(_echo(raw, "handoff_id"), _echo(raw, "request_id"), error.code, error.message)
             self._failed[key] = failure
             self._rejects.append(failure)
             return
-        self._handoff_ids.add(params.handoff_id)
+        self._used_ids[params.handoff_id] = None
+        while len(self._used_ids) > len(self._tracked) + REMEMBERED_IDS:
+            self._used_ids.popitem(last=False)
         self._tracked[key] = _Tracked(params, request.num_prompt_tokens, self._clock())
 
     def plan(self, scheduler_output: Any) -> StepPlan:
@@ -202,7 +214,6 @@ class HandoffPlanner:
         if tracked is None:
             return None
         params = tracked.params
-        self._handoff_ids.discard(params.handoff_id)
         status = getattr(request.status, "name", str(request.status))
         # A request that was aborted after its last chunk has no client any more: nobody would take the slot.
         if tracked.complete and status != "FINISHED_ABORTED":
@@ -221,7 +232,6 @@ class HandoffPlanner:
                 continue
             del self._tracked[key]
             params = tracked.params
-            self._handoff_ids.discard(params.handoff_id)
             failure = Failure(params.handoff_id, params.request_id, HandoffCode.ABORTED, reason)
             self._failed[key] = failure
             (self._aborts if tracked.planned_tokens else self._rejects).append(failure)
@@ -235,7 +245,7 @@ class HandoffPlanner:
 def _echo(raw: object, name: str) -> str | None:
     """The field as sent when it is fit to be shown in an answer or a log."""
     value = raw.get(name) if isinstance(raw, dict) else None
-    return value if isinstance(value, str) and len(value) <= MAX_ID_CHARS else None
+    return value if isinstance(value, str) and len(value) <= MAX_ECHO_CHARS else None
 
 
 def _is_resumed(cached: Any, index: int) -> bool:

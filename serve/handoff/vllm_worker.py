@@ -22,6 +22,7 @@ from serve.handoff.layout import KVLayout
 from serve.handoff.protocol import HandoffCode, HandoffError
 from serve.handoff.sender import HandoffSender, Outcome
 from serve.handoff.vllm_pages import PageReader, Piece, kernel_block_ids
+from serve.handoff.vllm_refusals import RefusalNotifier
 from serve.handoff.vllm_schedule import Chunk, Failure, StepPlan
 
 logger = logging.getLogger(__name__)
@@ -92,6 +93,7 @@ class _Run:
     staged_tokens: int = 0
     chunks: int = 0
     computed_s: float | None = None
+    opened: bool = False
 
 
 @dataclass
@@ -125,6 +127,7 @@ class HandoffStreamer:
         self._step: dict[str, _Pending] = {}
         self._logged: set[str] = set()
         self._sender = make_sender(self._on_done)
+        self._refusals = RefusalNotifier()
 
     def begin_step(self, plan: StepPlan) -> None:
         """Opens new hand-offs, gives up those that ended early, and remembers which rows this step brings."""
@@ -145,11 +148,13 @@ class HandoffStreamer:
         """Whether the chunk belongs to a hand-off that is still alive; opens it with its first chunk."""
         params = chunk.params
         if chunk.is_first:
+            run = _Run(params.request_id, chunk.queue_ms, self._clock())
             with self._lock:
-                self._runs[params.handoff_id] = _Run(params.request_id, chunk.queue_ms, self._clock())
+                self._runs[params.handoff_id] = run
             self._sender.open(
                 params.handoff_id, params.request_id, params.decode_control, chunk.total_tokens, params.deadline_s
             )
+            run.opened = True
         with self._lock:
             run = self._runs.get(params.handoff_id)
             if run is None:
@@ -205,17 +210,20 @@ class HandoffStreamer:
             self._sender.abort(handoff_id, reason)
 
     def _give_up(self, chunk: Chunk, error: Exception) -> None:
+        """Ends one hand-off: the sender reports it when it was opened, else it is reported from here."""
         params = chunk.params
         self._log_once(f"hand-off {params.handoff_id} of request {params.request_id} is given up", error)
-        if isinstance(error, HandoffError):
-            code, reason = error.code, error.message
-        else:
-            code, reason = HandoffCode.ABORTED, f"prefill: {type(error).__name__}: {error}"
-        self._sender.abort(params.handoff_id, reason)
+        if not isinstance(error, HandoffError):
+            error = HandoffError(HandoffCode.ABORTED, f"prefill: {type(error).__name__}: {error}")
         with self._lock:
-            run = self._runs.pop(params.handoff_id, None)
-        if run is not None:
-            self._write(run, params.handoff_id, code.value, None)
+            run = self._runs.get(params.handoff_id)
+            if run is not None and not run.opened:
+                del self._runs[params.handoff_id]
+        if run is not None and not run.opened:
+            self._refusals.tell(params.decode_control, params.handoff_id, error)
+            self._write(run, params.handoff_id, error.code.value, None)
+        else:
+            self._sender.abort(params.handoff_id, error.message)
 
     def _log_once(self, what: str, error: Exception) -> None:
         """The traceback of each kind of error once; its repetitions in one line."""
@@ -268,5 +276,6 @@ class HandoffStreamer:
     def close(self) -> None:
         """Ends the sender's threads and the log; idempotent."""
         self._sender.close()
+        self._refusals.close()
         if self._stage_log is not None:
             self._stage_log.close()

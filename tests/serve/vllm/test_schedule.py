@@ -72,6 +72,7 @@ def test_a_request_without_parameters_is_served_without_a_handoff(kv: Any) -> No
         ("text", "must be an object"),
         (params(handoff_id=7), "handoff_id"),
         (params(handoff_id=""), "handoff_id"),
+        (params(handoff_id="two words"), "handoff_id"),
         (params(handoff_id="x" * 300), "handoff_id"),
         (params(request_id=None), "request_id"),
         (params(decode_control="nowhere"), "decode_control"),
@@ -100,6 +101,10 @@ def test_a_second_request_of_the_same_handoff_is_refused_and_the_first_one_lives
     plan = planner.plan(step(new=(first("v1", 40, [0, 1, 2]), first("v2", 40, [3, 4, 5]))))
     assert [failure.code for failure in plan.rejects] == [HandoffCode.DUPLICATE_HANDOFF]
     assert ranges(plan) == [(0, 40, True)]
+
+    planner.finished(request("v1", kv=params()))
+    planner.track(request("v3", kv=params()))
+    assert [failure.code for failure in planner.plan(step()).rejects] == [HandoffCode.DUPLICATE_HANDOFF]
 
 
 def test_the_rows_of_a_prefix_hit_come_with_the_first_chunk() -> None:
