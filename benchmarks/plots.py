@@ -32,7 +32,7 @@ _STAGE_COLOURS = {
     "verify_ms": "#FDD0A2",
     "admit_wait_ms": "#C7E9C0",
     "inject_ms": "#41AB5D",
-    "first_step_ms": "#006D2C",
+    "first_write_ms": "#006D2C",
     "first_byte_ms": "#969696",
     "unexplained_ms": "#FFFFFF",
 }
@@ -155,7 +155,7 @@ def stage_figure(pairs: Sequence[tuple[Row, dict[str, Any]]]) -> Figure:
         )
         for position, (start, width) in enumerate(zip(ends, widths, strict=True)):
             if width >= 0.05 * longest:  # narrower than its text
-                dark = name in ("prefill_compute_ms", "first_step_ms", "dispatch_ms", "inject_ms")
+                dark = name in ("prefill_compute_ms", "first_write_ms", "dispatch_ms", "inject_ms")
                 box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0} if hatch else None
                 colour = "white" if dark else "black"
                 text = f"{width:.3g}"

@@ -2,10 +2,10 @@
 
     client sends ──(unexplained)── router receives
       router_queue | prefill hop: prefill_queue, prefill_compute, prefill_http | dispatch
-      | decode hop: wait_commit, verify, admit_wait, inject, first_step, first_byte | (unexplained) ── client has it
+      | decode hop: wait_commit, verify, admit_wait, inject, first_write, first_byte | (unexplained) ── client has it
 
 Within a hop the part that no process claims is a stage of its own: prefill_http (the prefill server's HTTP, tokenizer
-and router link), first_step (decode's inject -> first token written) and first_byte (written -> router has it). Only
+and router link), first_write (decode's inject -> first token written) and first_byte (written -> router has it). Only
 what lies outside the router's hops is `unexplained`, so that the stages and it sum to the client's TTFT exactly.
 """
 
@@ -31,7 +31,7 @@ STAGES = (
     "verify_ms",
     "admit_wait_ms",
     "inject_ms",
-    "first_step_ms",
+    "first_write_ms",
     "first_byte_ms",
 )
 # Measured beside the chain (they overlap stages of it), reported but not summed: name -> (source, field).
@@ -40,6 +40,7 @@ SIDE_SPANS = {
     "wire_ms": ("prefill", "wire_ms"),
     "wire_tail_ms": ("prefill", "wire_tail_ms"),
     "router_total_ms": ("router", "total_ms"),
+    "first_step_ms": ("decode", "first_step_ms"),
     "decode_total_ms": ("decode", "total_ms"),
 }
 FLUSH_DEADLINE_S = 5.0
@@ -203,7 +204,7 @@ def _chain(parts: Mapping[str, Record]) -> dict[str, float]:
             inside = {name: _ms(decode, name) for name in ("wait_commit_ms", "verify_ms", "admit_wait_ms", "inject_ms")}
             first_token = _ms(decode, "first_token_ms")
             chain |= inside
-            chain["first_step_ms"] = first_token - sum(inside.values())
+            chain["first_write_ms"] = first_token - sum(inside.values())
             chain["first_byte_ms"] = hop - first_token
         else:
             chain["first_byte_ms"] = hop

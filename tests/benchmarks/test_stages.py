@@ -35,7 +35,7 @@ def test_each_stage_is_the_difference_of_what_its_processes_say() -> None:
             "verify_ms": 1.0,
             "admit_wait_ms": 0.0,
             "inject_ms": 2.0,
-            "first_step_ms": 23.0,
+            "first_write_ms": 23.0,
             "first_byte_ms": 6.2,
         }
     )
