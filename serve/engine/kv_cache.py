@@ -25,7 +25,7 @@ class CachePlane:
 
     @property
     def token_bytes(self) -> int:
-        return self.layers * self.row_elements * self.dtype.itemsize
+        return self.layers * self.row_elements * int(self.dtype.itemsize)
 
 
 @dataclass(frozen=True)

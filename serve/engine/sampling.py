@@ -39,7 +39,8 @@ def sample(logits_BV: torch.Tensor, samplers: Sequence[TokenSampler]) -> list[in
     """One token a row. Advances the streams of the rows that are not greedy, and of no other."""
     logits_BV = logits_BV.float()
     if all(sampler.greedy for sampler in samplers):
-        return logits_BV.argmax(dim=-1).tolist()
+        best: list[int] = logits_BV.argmax(dim=-1).tolist()
+        return best
     tokens = [0] * len(samplers)
     greedy = [row for row, sampler in enumerate(samplers) if sampler.greedy]
     plain = [row for row, sampler in enumerate(samplers) if not sampler.greedy and not sampler.filtered]
@@ -107,7 +108,7 @@ def _probabilities(logits_BV: torch.Tensor, temperatures: Sequence[float]) -> to
 def _invert(probs_BV: torch.Tensor, uniforms: Sequence[float]) -> list[int]:
     """The first index whose cumulative probability exceeds uniform * total: never one of probability zero."""
     cumulative_BV = probs_BV.double().cumsum(dim=-1)
-    total_B = cumulative_BV[:, -1]
-    wanted_B = torch.tensor(uniforms, dtype=torch.float64, device=probs_BV.device) * total_B
-    wanted_B = torch.minimum(wanted_B, torch.nextafter(total_B, torch.zeros_like(total_B)))
-    return torch.searchsorted(cumulative_BV, wanted_B[:, None], right=True)[:, 0].tolist()
+    # A uniform is at most 1 - 2^-53, so the product stays below the total after rounding, too.
+    wanted_B = torch.tensor(uniforms, dtype=torch.float64, device=probs_BV.device) * cumulative_BV[:, -1]
+    tokens: list[int] = torch.searchsorted(cumulative_BV, wanted_B[:, None], right=True)[:, 0].tolist()
+    return tokens

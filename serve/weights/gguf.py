@@ -75,8 +75,8 @@ def convert_gguf(source: Path, out: Path, dtype: str) -> Path:
     reader = functools.cache(lambda: _read(source))
 
     def needed_bytes() -> int:
-        parameters: int = sum(int(tensor.n_elements) for tensor in reader().tensors)
-        return parameters * TORCH_DTYPES[dtype].itemsize + TOKENIZER_ALLOWANCE_BYTES
+        parameters = sum(int(tensor.n_elements) for tensor in reader().tensors)
+        return parameters * int(TORCH_DTYPES[dtype].itemsize) + TOKENIZER_ALLOWANCE_BYTES
 
     def build(directory: Path) -> None:
         config = _hf_config(reader(), source, dtype)
