@@ -50,7 +50,7 @@ def run(spec_path: str, submitter: str | None = None) -> dict[str, Any]:
 
 def time_limit_s(spec: JobSpec) -> float:
     """The longest a job of this spec may take, in seconds: the sum of the deadlines of its steps."""
-    ready_s = max((process.readiness.timeout_s for process in spec.processes), default=0.0)
+    ready_s = 2 * max((process.readiness.timeout_s for process in spec.processes), default=0.0)  # workers, then routers
     per_point_s = points.POINT_GRACE_S + PROBE_TIMEOUT_S * len(spec.processes)
     points_s = sum(points.deadline_s(point) + per_point_s for point in spec.points)
     return weights.TIMEOUT_S + ready_s + spec.canary.timeout_s + points_s + TEARDOWN_S

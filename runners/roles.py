@@ -52,11 +52,13 @@ class Roles:
             )
 
     async def wait_ready(self) -> None:
-        """Returns when every role answers its readiness path. Raises JobFailure(NOT_READY) at the first deadline."""
-        # A router says it is ready only when those behind it are, so its own deadline starts then.
-        behind = [process for process in self._ordered if process.role != "router"]
-        for group in (behind, [process for process in self._ordered if process.role == "router"]):
-            waits = [asyncio.create_task(self._wait_one(process)) for process in group]
+        """Returns when every role answers its readiness path. Raises JobFailure(NOT_READY) at the first deadline.
+
+        A router is ready only once its workers are, so its own deadline starts there.
+        """
+        for routers in (False, True):
+            tier = [process for process in self._ordered if (process.role == "router") is routers]
+            waits = [asyncio.create_task(self._wait_one(process)) for process in tier]
             try:
                 await asyncio.gather(*waits)
             finally:
@@ -112,7 +114,7 @@ class Roles:
             if time.monotonic() >= deadline:
                 raise JobFailure(
                     JobCode.NOT_READY,
-                    f"{process.name} was not ready {process.readiness.timeout_s:g} s after its start: {reason}",
+                    f"{process.name} was not ready within {process.readiness.timeout_s:g} s: {reason}",
                     process=process.name,
                     log=self._running[process.name].log,
                 )

@@ -142,7 +142,8 @@ def execute(specs: Sequence[JobSpec], options: Options, progress: Progress) -> i
         status = exit_status(specs, outcomes, rows, interrupted=interrupted)
         if not interrupted and any(row["verdict"]["valid"] for row in rows):
             append_changelog(specs, options, run_dir, rows)
-        write_report(run_dir, progress)
+        if not write_report(run_dir, progress) and status == EXIT_OK:
+            status = EXIT_INFRASTRUCTURE
         if not options.json_records:
             print_summary(rows)
         valid = sum(row["verdict"]["valid"] for row in rows)
@@ -203,11 +204,20 @@ def append_changelog(specs: Sequence[JobSpec], options: Options, run_dir: Path, 
     changelog.append(options.changelog or changelog.default_path(), entry)
 
 
-def write_report(run_dir: Path, progress: Progress) -> None:
-    """report.md, summary.csv and figures, from what lies in the run folder."""
+def write_report(run_dir: Path, progress: Progress) -> bool:
+    """report.md, summary.csv and figures, from what lies in the run folder; False when they cannot be made.
+
+    The numbers are safe in rows.json by now: a figure that cannot be drawn must not cost them their exit status.
+    """
     from benchmarks import report
 
-    progress.note(f"report: {report.write_report(run_dir)}")
+    try:
+        progress.note(f"report: {report.write_report(run_dir)}")
+    except Exception as error:
+        again = f"`baton report {run_dir}`"
+        progress.note(f"the report could not be made ({type(error).__name__}: {error}); try {again} again")
+        return False
+    return True
 
 
 def print_summary(rows: Sequence[dict[str, Any]]) -> None:

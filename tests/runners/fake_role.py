@@ -12,6 +12,8 @@ import os
 import signal
 import subprocess
 import sys
+import time
+import urllib.request
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -19,13 +21,25 @@ from typing import Any
 STUBBORN_CHILD = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
 
 answers = itertools.count()
+started_s = time.monotonic()
+
+
+def answers_200(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=1) as response:
+            return bool(response.status == 200)
+    except OSError:
+        return False
 
 
 class Handler(BaseHTTPRequestHandler):
     options: argparse.Namespace
 
     def do_GET(self) -> None:
-        self.reply(503 if self.options.never_ready else 200, {})
+        waiting = time.monotonic() - started_s < self.options.ready_after_s
+        if self.options.depends_on:
+            waiting = waiting or not answers_200(self.options.depends_on)
+        self.reply(503 if self.options.never_ready or waiting else 200, {})
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["content-length"])))
@@ -54,6 +68,8 @@ class Handler(BaseHTTPRequestHandler):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--ready-after-s", type=float, default=0.0)
+    parser.add_argument("--depends-on", help="URL that must answer 200 before this is ready")
     parser.add_argument("--crash", type=int, help="exit with this status at once")
     for flag in ("--never-ready", "--fickle", "--silent", "--refuses", "--deaf", "--with-child"):
         parser.add_argument(flag, action="store_true")

@@ -57,6 +57,21 @@ def test_role_that_is_never_ready_fails_at_its_deadline(tmp_path: Path) -> None:
     assert jobs.left_behind(spec) == []
 
 
+def test_router_deadline_starts_when_its_workers_are_ready(tmp_path: Path) -> None:
+    spec = make_job(tmp_path, flags={"prefill-0": ("--ready-after-s", "2")}, ready_s=10)
+    router = spec.processes[2]
+    assert router.role == "router"
+    hasty = router.model_copy(
+        update={
+            "readiness": router.readiness.model_copy(update={"timeout_s": 1.5}),
+            "argv": (*router.argv, "--depends-on", "http://@host:prefill-0@:@port:prefill-0:http@/health"),
+        }
+    )
+    spec = spec.model_copy(update={"processes": (*spec.processes[:2], hasty)})
+    spec.write(spec.job_dir() / "spec.json")
+    assert run_job(spec).outcome == "completed"
+
+
 @pytest.mark.parametrize("victim", ["prefill-0", "router-0"])
 def test_role_killed_during_a_point_ends_the_job_and_keeps_earlier_results(tmp_path: Path, victim: str) -> None:
     spec = make_job(tmp_path, points=("ok", "hang", "ok-2"), point_s=600)
@@ -169,6 +184,19 @@ def test_killed_warden_takes_its_role_with_it_and_ends_the_job(tmp_path: Path) -
         outcome = outcome_of(spec)
     assert (outcome.code, outcome.process, outcome.exit_code) == (JobCode.ROLE_DIED, "decode-0", None)
     assert jobs.left_behind(spec) == []
+
+
+def test_wardens_killed_together_with_the_orchestrator_leave_no_role(tmp_path: Path) -> None:
+    spec = make_job(tmp_path, points=("hang",), point_s=600)
+    with orchestrator(spec) as process:
+        wait_for_point(spec, "hang")
+        process.send_signal(signal.SIGSTOP)  # so that it cannot clear up behind the wardens
+        for event in jobs.events_of(spec):
+            if event["event"] == "launch":
+                jobs.kill(event["keeper"])
+        process.kill()
+        process.wait()
+        wait_for(lambda: not jobs.left_behind(spec), 10)
 
 
 def test_lost_submitter_ends_the_job(tmp_path: Path) -> None:

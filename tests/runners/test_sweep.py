@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 
 from runners import changelog
 from runners.outcome import JobCode, Outcome, PointOutcome
-from runners.sweep import exit_status
+from runners.progress import PlainProgress
+from runners.sweep import exit_status, write_report
 from tests.runners import jobs
 from tests.runners.jobs import make_job, outcome_of, sweeper, wait_for_point
 
@@ -116,6 +118,11 @@ def test_second_interruption_does_not_wait_for_a_deaf_role(tmp_path: Path) -> No
         assert process.returncode == 130
         assert time.monotonic() - began < 7, "a grace is 8 s"
         assert jobs.left_behind(spec) == []
+
+
+def test_report_that_cannot_be_made_is_said_and_not_raised(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not write_report(tmp_path / "no-run", PlainProgress(sys.stderr))
+    assert "baton report" in capsys.readouterr().err
 
 
 REASON = {"code": "zero_tokens", "message": ""}
