@@ -1,7 +1,8 @@
 """Rotary position tables, from config.json's rope parameters.
 
 Legend: P = positions, D = rotary dimensions of a head. Formulas: RoPE (arXiv 2104.09864); "linear" divides positions by
-the factor; "llama3" stretches only wavelengths longer than the original context (Llama 3.1 release).
+the factor; "llama3" stretches only wavelengths longer than the original context (Llama 3.1 release); "yarn" stretches
+by dimension and scales cos and sin (arXiv 2309.00071).
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import torch
 
-SUPPORTED_ROPE = ("default", "linear", "llama3")
+SUPPORTED_ROPE = ("default", "linear", "llama3", "yarn")
 
 
 class RotaryTable:
@@ -22,9 +23,11 @@ class RotaryTable:
     """
 
     def __init__(self, config: Mapping[str, Any], rotary_dims: int, positions: int, dtype: torch.dtype) -> None:
-        frequencies_F = _frequencies(rope_parameters(config), rotary_dims)
+        rope = rope_parameters(config)
+        frequencies_F = _frequencies(rope, rotary_dims)
         angles_PF = torch.arange(positions, dtype=torch.float32)[:, None] * frequencies_F[None, :]
-        cos_PF, sin_PF = angles_PF.cos(), angles_PF.sin()
+        amplitude = _yarn_amplitude(rope) if rope["rope_type"] == "yarn" else 1.0
+        cos_PF, sin_PF = angles_PF.cos() * amplitude, angles_PF.sin() * amplitude
         self.cos_P1D = torch.cat((cos_PF, cos_PF), dim=-1).to(dtype)[:, None, :]
         self.sin_P1D = torch.cat((-sin_PF, sin_PF), dim=-1).to(dtype)[:, None, :]
 
@@ -66,6 +69,8 @@ def _frequencies(rope: Mapping[str, Any], rotary_dims: int) -> torch.Tensor:
         return frequencies_F / rope["factor"]
     if rope["rope_type"] == "llama3":
         return _llama3(frequencies_F, rope)
+    if rope["rope_type"] == "yarn":
+        return _yarn(frequencies_F, rope)
     return frequencies_F
 
 
@@ -76,3 +81,34 @@ def _llama3(frequencies_F: torch.Tensor, rope: Mapping[str, Any]) -> torch.Tenso
     turns_F = context * frequencies_F / (2 * math.pi)
     kept_F = ((turns_F - low) / (high - low)).clamp(0.0, 1.0)
     return kept_F * frequencies_F + (1.0 - kept_F) * frequencies_F / factor
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """YaRN's attention temperature: 0.1 * mscale * ln(factor) + 1, and 1 where nothing is stretched."""
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _yarn_amplitude(rope: Mapping[str, Any]) -> float:
+    if rope.get("attention_factor") is not None:
+        return float(rope["attention_factor"])
+    mscale, all_dims = rope.get("mscale"), rope.get("mscale_all_dim")
+    if mscale and all_dims:
+        return yarn_mscale(rope["factor"], mscale) / yarn_mscale(rope["factor"], all_dims)
+    return yarn_mscale(rope["factor"])
+
+
+def _yarn(frequencies_F: torch.Tensor, rope: Mapping[str, Any]) -> torch.Tensor:
+    """Fast dimensions are kept, slow ones divided by the factor, those between blended by dimension."""
+    dims = 2 * frequencies_F.shape[0]
+
+    def dimension_of(turns: float) -> float:
+        reach = rope["original_max_position_embeddings"] / (turns * 2 * math.pi)
+        return dims * math.log(reach) / (2 * math.log(rope["rope_theta"]))
+
+    low, high = dimension_of(rope.get("beta_fast") or 32), dimension_of(rope.get("beta_slow") or 1)
+    if rope.get("truncate", True):
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dims - 1)
+    width = high - low if high != low else 0.001
+    slow_F = ((torch.arange(dims // 2, dtype=torch.float32) - low) / width).clamp(0.0, 1.0)
+    return frequencies_F * (1.0 - slow_F) + frequencies_F / rope["factor"] * slow_F

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
 from serve.engine.models.base import DecoderModel
+from serve.engine.models.deepseek_v3 import DeepseekV3Model
 from serve.engine.models.llama import LlamaModel
 from serve.weights.index import Checkpoint
 
-_MODELS = {"llama": LlamaModel}
+_MODELS: dict[str, Callable[..., DecoderModel]] = {"deepseek_v3": DeepseekV3Model, "llama": LlamaModel}
 
 
 def create_model(

@@ -58,6 +58,14 @@ def positions(spans: Sequence[Span], device: torch.device) -> torch.Tensor:
     return torch.cat([torch.arange(span.start, span.start + span.count, device=device) for span in spans])
 
 
+def causal_mask(span: Span, device: torch.device) -> torch.Tensor | None:
+    """allowed_NT for several tokens after cached ones (T = cached and new); None where the plain triangle will do."""
+    if span.count == 1 or span.start == 0:
+        return None
+    allowed_NT = torch.ones(span.count, span.start + span.count, dtype=torch.bool, device=device)
+    return allowed_NT.tril(span.start)
+
+
 def check_rows(kv: LayerKV, shapes: Mapping[str, tuple[int, ...]], layers: int) -> None:
     """Raises ValueError unless ``kv`` is one of ``layers`` layers and has exactly these planes in these shapes."""
     if not 0 <= kv.layer < layers:

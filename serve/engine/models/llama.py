@@ -16,8 +16,9 @@ import torch.nn.functional as F
 from serve.engine.base import LayerKV
 from serve.engine.kv_cache import CachePlane, KVRegion
 from serve.engine.linear import Linear
-from serve.engine.models.base import Span, check_rows, positions
+from serve.engine.models.base import Span, causal_mask, check_rows, positions
 from serve.engine.rope import RotaryTable, rotate
+from serve.engine.swiglu import SwiGLU
 from serve.weights.index import Checkpoint
 
 
@@ -72,7 +73,7 @@ class LlamaModel:
         cos_N1D, sin_N1D = self.rope.at(positions(spans, self.device))
         # One view of everything cached a sequence and layer, made here so that the layers below make none.
         cached_SL = [span.cache[:, :, :, : span.start + span.count].unbind(0) for span in spans]
-        masks = [_causal_mask(span, self.device) for span in spans]
+        masks = [causal_mask(span, self.device) for span in spans]
         x_NE = self.embed_VE[token_ids_N]
         for index, layer in enumerate(self.layers):
             cached = [by_layer[index] for by_layer in cached_SL]
@@ -88,14 +89,14 @@ class _Layer:
         self.model = model
         self.q_rows = model.heads * model.head_dim
         self.kv_rows = model.kv_heads * model.head_dim
-        hidden, feed_forward = model.hidden, config["intermediate_size"]
+        hidden = model.hidden
 
         def linear(parts: Sequence[tuple[str, int]], inputs: int, *, bias: bool) -> Linear:
             weight_OI = torch.cat([load(f"{prefix}{name}.weight", rows, inputs) for name, rows in parts])
             bias_O = torch.cat([load(f"{prefix}{name}.bias", rows) for name, rows in parts]) if bias else None
             return Linear(weight_OI, bias_O)
 
-        attention_bias, mlp_bias = config.get("attention_bias", False), config.get("mlp_bias", False)
+        attention_bias = config.get("attention_bias", False)
         qkv = [
             ("self_attn.q_proj", self.q_rows),
             ("self_attn.k_proj", self.kv_rows),
@@ -105,9 +106,8 @@ class _Layer:
         self.qkv = linear(qkv, hidden, bias=attention_bias)
         self.out = linear([("self_attn.o_proj", hidden)], self.q_rows, bias=attention_bias)
         self.mlp_norm_E = load(prefix + "post_attention_layernorm.weight", hidden)
-        self.gate = linear([("mlp.gate_proj", feed_forward)], hidden, bias=mlp_bias)
-        self.up = linear([("mlp.up_proj", feed_forward)], hidden, bias=mlp_bias)
-        self.down = linear([("mlp.down_proj", hidden)], feed_forward, bias=mlp_bias)
+        mlp_bias = config.get("mlp_bias", False)
+        self.mlp = SwiGLU(load, prefix + "mlp.", hidden, config["intermediate_size"], bias=mlp_bias)
 
     def forward(
         self,
@@ -126,8 +126,7 @@ class _Layer:
         v_NGD = qkv_NO[:, self.q_rows + self.kv_rows :].view(-1, model.kv_heads, model.head_dim)
         mixed_NO = self._attend(q_NHD, k_NGD, v_NGD, spans, cached, masks)
         x_NE = self.out.plus(mixed_NO, x_NE)
-        h_NE = F.rms_norm(x_NE, (model.hidden,), self.mlp_norm_E, model.eps)
-        return self.down.plus(self.up.times(h_NE, self.gate.silu(h_NE)), x_NE)
+        return self.mlp.plus(F.rms_norm(x_NE, (model.hidden,), self.mlp_norm_E, model.eps), x_NE)
 
     def _attend(
         self,
@@ -159,11 +158,3 @@ class _Layer:
                 )
                 mixed.append(mixed_1HND[0].transpose(0, 1).reshape(span.count, self.q_rows))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
-
-
-def _causal_mask(span: Span, device: torch.device) -> torch.Tensor | None:
-    """allowed_NT for several tokens after cached ones; None where no mask or the plain triangle will do."""
-    if span.count == 1 or span.start == 0:
-        return None
-    allowed_NT = torch.ones(span.count, span.start + span.count, dtype=torch.bool, device=device)
-    return allowed_NT.tril(span.start)

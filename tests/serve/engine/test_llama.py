@@ -11,15 +11,14 @@ import torch
 from transformers import AutoTokenizer, LlamaForCausalLM
 
 from serve.engine import torch_engine
-from serve.engine.base import Admission, LayerKV, SamplingParams
-from serve.engine.models.base import Span
+from serve.engine.base import LayerKV, SamplingParams
 from serve.engine.torch_engine import TorchEngine, create_engine
+from tests.serve.engine.compare import GREEDY, decode, generate, greedy_of, prompt_logits
 
 TEXT = (
     "The canal was dug in the years when the mills still paid for everything, and the lock keepers wrote down each "
     "boat that passed: its name, its load, the hour and the weather. In 1847 a clerk began to copy their books. "
 )
-GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
 @pytest.fixture(scope="module")
@@ -27,41 +26,11 @@ def text_ids(smollm2_dir: Path) -> list[int]:
     return AutoTokenizer.from_pretrained(smollm2_dir)(TEXT * 14)["input_ids"]
 
 
-def generate(engine: TorchEngine, prompt: list[int], tokens: int, seq_id: int = 0) -> list[int]:
-    output = engine.prefill(seq_id, prompt, SamplingParams(tokens, **GREEDY))
-    produced = [*output.token_ids]
-    while output.finish_reason is None:
-        (output,) = engine.step()
-        produced += output.token_ids
-    engine.release(seq_id)
-    return produced
-
-
-def greedy_of(reference: LlamaForCausalLM, prompt: list[int], produced: list[int]) -> list[int]:
-    """What the reference would have chosen at every step along ``produced``: equal to it only if greedy is equal."""
-    with torch.inference_mode():
-        logits_1NV = reference(torch.tensor([prompt + produced[:-1]])).logits
-    return logits_1NV[0, len(prompt) - 1 :].argmax(-1).tolist()
-
-
 def reference_kv(reference: LlamaForCausalLM, prompt: list[int]) -> Iterator[LayerKV]:
     with torch.inference_mode():
         cache = reference(torch.tensor([prompt])).past_key_values
     for layer, kept in enumerate(cache.layers):
         yield LayerKV(layer, {"k": kept.keys[0].transpose(0, 1), "v": kept.values[0].transpose(0, 1)})
-
-
-@torch.inference_mode()
-def prompt_logits(engine: TorchEngine, prompt: list[int], chunk: int) -> torch.Tensor:
-    """logits_NV of every prompt position, computed ``chunk`` tokens at a time."""
-    model, region = engine._model, engine._kv.allocate(len(prompt))
-    assert region is not None
-    cache, parts = model.open_cache(region), []
-    for start in range(0, len(prompt), chunk):
-        ids_N = torch.tensor(prompt[start : start + chunk])
-        parts.append(model.logits(model.forward(ids_N, [Span(cache, start, len(ids_N))])))
-    engine._kv.free(region)
-    return torch.cat(parts)
 
 
 @pytest.mark.parametrize("length", [5, 40, 376, 600])
@@ -85,15 +54,8 @@ def test_decode_from_injected_kv_equals_local_prefill(
     prompt = text_ids[:200]
     local = generate(smollm2_engine, prompt, tokens=24)
 
-    sampling = SamplingParams(24, **GREEDY)
-    smollm2_engine.admit(Admission(7, prompt, local[0], sampling, reference_kv(smollm2_reference, prompt)))
-    injected = [local[0]]
-    while len(injected) < 24:
-        (output,) = smollm2_engine.step()
-        injected += output.token_ids
-    smollm2_engine.release(7)
+    injected = decode(smollm2_engine, prompt, local[0], reference_kv(smollm2_reference, prompt), tokens=24)
 
-    assert output.finish_reason == "length"
     assert injected == local
 
 
@@ -130,6 +92,12 @@ ROPES: dict[str, dict[str, Any]] = {
         "factor": 8.0,
         "low_freq_factor": 1.0,
         "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "yarn": {
+        "rope_type": "yarn",
+        "rope_theta": 300.0,
+        "factor": 4.0,
         "original_max_position_embeddings": 64,
     },
 }

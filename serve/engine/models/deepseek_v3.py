@@ -1,0 +1,230 @@
+"""DeepSeek-V3 (arXiv 2412.19437): multi-head latent attention, absorbed, and a mixture of experts.
+
+Legend: N = new tokens of a forward, E = hidden, Q = query latent, R = KV latent (kv_lora_rank), P = rotary dims,
+S = not rotated dims of a head, W = value dims of a head, H = heads, C = a region's capacity, T = cached tokens,
+L = layers, O = a projection's outputs, V = vocabulary, X = R + P.
+
+The cache holds one row of X numbers a token and layer, shared by all heads. kv_b_proj would expand it to a key and a
+value a head; absorbed, its key half is applied to the query and its value half to the result, so the rows are read as
+they lie: score = (q_S @ up_k) . latent_R + q_P . k_P, and out = (softmax(score) @ latent) @ up_v.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from serve.engine.base import LayerKV
+from serve.engine.kv_cache import CachePlane, KVRegion
+from serve.engine.linear import Linear
+from serve.engine.models.base import Span, check_rows, positions
+from serve.engine.moe import MoE
+from serve.engine.rope import RotaryTable, rope_parameters, rotate, yarn_mscale
+from serve.engine.swiglu import SwiGLU
+from serve.weights.index import Checkpoint
+
+# The two norms inside attention do not follow rms_norm_eps in the model's own code.
+LATENT_NORM_EPS = 1e-6
+
+
+class DeepseekV3Model:
+    """See DecoderModel. A region holds, in each layer, rows_CX of X = R + P: the normed latent, then the rotated key.
+
+    MTP layers of the checkpoint are not loaded. Rotated keys are kept with their pairs as halves; with config.json's
+    rope_interleave the wire has them side by side (as vLLM does), and inject() turns them.
+    """
+
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        max_model_len: int,
+    ) -> None:
+        if config.get("hidden_act", "silu") != "silu":
+            raise ValueError(f"config.json: hidden_act {config['hidden_act']!r} is not supported, only 'silu'")
+        self.vocab_size: int = config["vocab_size"]
+        self.hidden: int = config["hidden_size"]
+        self.kv_layers: int = config["num_hidden_layers"]
+        self.heads: int = config["num_attention_heads"]
+        self.latent: int = config["kv_lora_rank"]
+        self.rotary: int = config["qk_rope_head_dim"]
+        self.plain: int = config["qk_nope_head_dim"]
+        self.value: int = config["v_head_dim"]
+        self.interleaved: bool = config.get("rope_interleave", True)
+        self.eps: float = config["rms_norm_eps"]
+        self.scale = _attention_scale(config)
+        self.dtype = dtype
+        self.device = device
+        self.rope = RotaryTable(config, self.rotary, max_model_len, dtype).to(device)
+
+        def load(name: str, *shape: int, keep_float32: bool = False) -> torch.Tensor:
+            return checkpoint.tensor(name, shape).to(device=device, dtype=torch.float32 if keep_float32 else dtype)
+
+        self.embed_VE = load("model.embed_tokens.weight", self.vocab_size, self.hidden)
+        self.layers = [_Layer(self, config, load, layer) for layer in range(self.kv_layers)]
+        self.norm_E = load("model.norm.weight", self.hidden)
+        tied = config.get("tie_word_embeddings", False)
+        self.head = Linear(self.embed_VE if tied else load("lm_head.weight", self.vocab_size, self.hidden))
+
+    @property
+    def cache_planes(self) -> Sequence[CachePlane]:
+        return [CachePlane("rows", self.kv_layers, self.latent + self.rotary, self.dtype)]
+
+    def open_cache(self, region: KVRegion) -> torch.Tensor:
+        """rows_LCX, a view of the region."""
+        return region.plane("rows").view(self.kv_layers, region.tokens, self.latent + self.rotary)
+
+    def inject(self, cache: torch.Tensor, kv: LayerKV, tokens: int) -> None:
+        check_rows(kv, {"latent": (tokens, self.latent), "rope": (tokens, self.rotary)}, self.kv_layers)
+        rows_TX = cache[kv.layer, :tokens]
+        rows_TX[:, : self.latent].copy_(kv.planes["latent"])
+        rope_TP = kv.planes["rope"]
+        if self.interleaved:
+            rope_TP = rope_TP.view(tokens, -1, 2).transpose(1, 2).reshape(tokens, self.rotary)
+        rows_TX[:, self.latent :].copy_(rope_TP)
+
+    def forward(self, token_ids_N: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+        cos_N1P, sin_N1P = self.rope.at(positions(spans, self.device))
+        hidden_masks = [_hidden_mask(span, self.device) for span in spans]
+        x_NE = self.embed_VE[token_ids_N]
+        for index, layer in enumerate(self.layers):
+            x_NE = layer.forward(x_NE, cos_N1P, sin_N1P, spans, hidden_masks, index)
+        return F.rms_norm(x_NE, (self.hidden,), self.norm_E, self.eps)
+
+    def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
+        return self.head(hidden_NE)
+
+
+class _Layer:
+    def __init__(
+        self, model: DeepseekV3Model, config: Mapping[str, Any], load: Callable[..., torch.Tensor], layer: int
+    ) -> None:
+        self.model = model
+        prefix, hidden = f"model.layers.{layer}.", model.hidden
+        attention = prefix + "self_attn."
+        biased = config.get("attention_bias", False)
+
+        def bias(name: str, rows: int) -> torch.Tensor | None:
+            return load(f"{attention}{name}.bias", rows) if biased else None
+
+        head_rows, cache_row = model.plain + model.rotary, model.latent + model.rotary
+        self.query_rank: int | None = config.get("q_lora_rank")
+        self.norm_E = load(prefix + "input_layernorm.weight", hidden)
+        if self.query_rank is None:
+            query = load(attention + "q_proj.weight", model.heads * head_rows, hidden)
+        else:
+            down = load(attention + "q_a_proj.weight", self.query_rank, hidden)
+            self.query_down = Linear(down, bias("q_a_proj", self.query_rank))
+            self.query_norm_Q = load(attention + "q_a_layernorm.weight", self.query_rank)
+            query = load(attention + "q_b_proj.weight", model.heads * head_rows, self.query_rank)
+        query_HOI = query.view(model.heads, head_rows, -1)
+        self.query = Linear(_pairs_as_halves(query_HOI, model.plain, model.interleaved).flatten(0, 1))
+        rows_OE = load(attention + "kv_a_proj_with_mqa.weight", cache_row, hidden)
+        rows_bias_O = bias("kv_a_proj_with_mqa", cache_row)
+        if rows_bias_O is not None:
+            rows_bias_O = _pairs_as_halves(rows_bias_O[:, None], model.latent, model.interleaved)[:, 0]
+        self.rows = Linear(_pairs_as_halves(rows_OE, model.latent, model.interleaved), rows_bias_O)
+        self.rows_norm_R = load(attention + "kv_a_layernorm.weight", model.latent)
+        expand = load(attention + "kv_b_proj.weight", model.heads * (model.plain + model.value), model.latent)
+        up_HOR = expand.view(model.heads, model.plain + model.value, model.latent)
+        self.up_k_HSR = up_HOR[:, : model.plain].contiguous()
+        self.up_v_HRW = up_HOR[:, model.plain :].transpose(1, 2).contiguous()
+        out_EO = load(attention + "o_proj.weight", hidden, model.heads * model.value)
+        self.out = Linear(out_EO, bias("o_proj", hidden))
+        self.mlp_norm_E = load(prefix + "post_attention_layernorm.weight", hidden)
+        self.mlp: SwiGLU | MoE
+        if layer < config.get("first_k_dense_replace", 0):
+            self.mlp = SwiGLU(load, prefix + "mlp.", hidden, config["intermediate_size"])
+        else:
+            self.mlp = MoE(config, load, prefix + "mlp.")
+
+    def forward(
+        self,
+        x_NE: torch.Tensor,
+        cos_N1P: torch.Tensor,
+        sin_N1P: torch.Tensor,
+        spans: Sequence[Span],
+        hidden_masks: Sequence[torch.Tensor | None],
+        index: int,
+    ) -> torch.Tensor:
+        model = self.model
+        h_NE = F.rms_norm(x_NE, (model.hidden,), self.norm_E, model.eps)
+        query_NHX = self._queries(h_NE, cos_N1P, sin_N1P)
+        rows_NX = self._rows(h_NE, cos_N1P, sin_N1P)
+        mixed_NHR = self._attend(query_NHX, rows_NX, spans, hidden_masks, index)
+        mixed_NHW = torch.bmm(mixed_NHR.transpose(0, 1), self.up_v_HRW).transpose(0, 1)
+        x_NE = self.out.plus(mixed_NHW.reshape(len(x_NE), -1), x_NE)
+        return self.mlp.plus(F.rms_norm(x_NE, (model.hidden,), self.mlp_norm_E, model.eps), x_NE)
+
+    def _queries(self, h_NE: torch.Tensor, cos_N1P: torch.Tensor, sin_N1P: torch.Tensor) -> torch.Tensor:
+        """The query of each head in the cache rows' own space: query_NHX, X = R + P."""
+        model = self.model
+        if self.query_rank is not None:
+            h_NE = F.rms_norm(self.query_down(h_NE), (self.query_rank,), self.query_norm_Q, LATENT_NORM_EPS)
+        query_NHO = self.query(h_NE).view(len(h_NE), model.heads, model.plain + model.rotary)
+        plain_NHS, rotary_NHP = query_NHO.split((model.plain, model.rotary), dim=-1)
+        latent_HNR = torch.bmm(plain_NHS.transpose(0, 1), self.up_k_HSR)
+        return torch.cat((latent_HNR.transpose(0, 1), rotate(rotary_NHP, cos_N1P, sin_N1P)), dim=-1)
+
+    def _rows(self, h_NE: torch.Tensor, cos_N1P: torch.Tensor, sin_N1P: torch.Tensor) -> torch.Tensor:
+        """What goes into the cache: rows_NX."""
+        model = self.model
+        latent_NR, key_NP = self.rows(h_NE).split((model.latent, model.rotary), dim=-1)
+        latent_NR = F.rms_norm(latent_NR, (model.latent,), self.rows_norm_R, LATENT_NORM_EPS)
+        return torch.cat((latent_NR, rotate(key_NP[:, None], cos_N1P, sin_N1P)[:, 0]), dim=-1)
+
+    def _attend(
+        self,
+        query_NHX: torch.Tensor,
+        rows_NX: torch.Tensor,
+        spans: Sequence[Span],
+        hidden_masks: Sequence[torch.Tensor | None],
+        index: int,
+    ) -> torch.Tensor:
+        model = self.model
+        mixed = []
+        row = 0
+        for span, hidden_N1T in zip(spans, hidden_masks, strict=True):
+            new = slice(row, row + span.count)
+            row += span.count
+            end = span.start + span.count
+            cached_TX = span.cache[index, :end]
+            cached_TX[span.start :] = rows_NX[new]
+            score_NHT = torch.matmul(query_NHX[new], cached_TX.t()).float() * model.scale
+            if hidden_N1T is not None:
+                score_NHT = score_NHT.masked_fill_(hidden_N1T, -torch.inf)
+            weight_NHT = torch.softmax(score_NHT, dim=-1).to(rows_NX.dtype)
+            mixed.append(torch.matmul(weight_NHT, cached_TX[:, : model.latent]))
+        return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+
+def _attention_scale(config: Mapping[str, Any]) -> float:
+    scale = float((config["qk_nope_head_dim"] + config["qk_rope_head_dim"]) ** -0.5)
+    rope = rope_parameters(config)
+    if rope["rope_type"] != "default" and rope.get("mscale_all_dim"):
+        scale *= yarn_mscale(rope["factor"], rope["mscale_all_dim"]) ** 2
+    return scale
+
+
+def _pairs_as_halves(rows: torch.Tensor, kept: int, interleaved: bool) -> torch.Tensor:
+    """Reorders the output rows after the first ``kept`` (dimension -2) from x0 y0 x1 y1 .. to x0 x1 .. y0 y1 ..
+
+    Done on the weights once, so that rotating is the same roll as in every other model.
+    """
+    if not interleaved:
+        return rows
+    plain, rotary = rows[..., :kept, :], rows[..., kept:, :]
+    return torch.cat((plain, rotary[..., 0::2, :], rotary[..., 1::2, :]), dim=-2)
+
+
+def _hidden_mask(span: Span, device: torch.device) -> torch.Tensor | None:
+    """hidden_N1T: True where a new token must not look, None for a single one."""
+    if span.count == 1:
+        return None
+    seen_NT = torch.ones(span.count, span.start + span.count, dtype=torch.bool, device=device).tril(span.start)
+    return ~seen_NT[:, None, :]

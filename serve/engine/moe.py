@@ -1,0 +1,63 @@
+"""Mixture of experts as DeepSeek-V3 routes it (arXiv 2412.19437, section 2.1.2): sigmoid scores, "noaux_tc" choice.
+
+Legend: N = tokens, E = hidden, X = experts, K = experts a token, G = expert groups.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from serve.engine.swiglu import SwiGLU
+
+
+class MoE:
+    """Shared experts for every token, and K routed ones that a bias-corrected score picks from the best groups.
+
+    The correction bias steers the choice only; the weights come from the uncorrected scores. Raises ValueError for a
+    scoring function other than sigmoid.
+    """
+
+    def __init__(self, config: Mapping[str, Any], load: Callable[..., torch.Tensor], prefix: str) -> None:
+        if config.get("scoring_func", "sigmoid") != "sigmoid":
+            raise ValueError(f"config.json: scoring_func {config['scoring_func']!r} is not supported, only 'sigmoid'")
+        hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
+        self.experts = config["n_routed_experts"]
+        self.experts_a_token = config["num_experts_per_tok"]
+        self.groups = config.get("n_group") or 1
+        self.groups_a_token = config.get("topk_group") or 1
+        self.normalise = config.get("norm_topk_prob", True)
+        self.scale = config.get("routed_scaling_factor", 1.0)
+        self.router_XE = load(prefix + "gate.weight", self.experts, hidden).float()
+        self.correction_X = load(prefix + "gate.e_score_correction_bias", self.experts, keep_float32=True)
+        self.routed = [SwiGLU(load, f"{prefix}experts.{expert}.", hidden, inner) for expert in range(self.experts)]
+        self.shared = SwiGLU(load, prefix + "shared_experts.", hidden, inner * config["n_shared_experts"])
+
+    def plus(self, x_NE: torch.Tensor, other_NE: torch.Tensor) -> torch.Tensor:
+        """The block's output + other."""
+        weights_NK, chosen_NK = self.route(x_NE)
+        mixed_NE = self.shared.plus(x_NE, other_NE)
+        for expert in chosen_NK.unique().tolist():
+            rows, place = torch.where(chosen_NK == expert)
+            share_NE = self.routed[expert](x_NE[rows]) * weights_NK[rows, place, None]
+            mixed_NE.index_add_(0, rows, share_NE.to(mixed_NE.dtype))
+        return mixed_NE
+
+    def route(self, x_NE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(weights_NK, chosen experts_NK)."""
+        scores_NX = F.linear(x_NE.float(), self.router_XE).sigmoid()
+        choice_NX = scores_NX + self.correction_X
+        if self.groups > 1:
+            grouped_NGX = choice_NX.view(-1, self.groups, self.experts // self.groups)
+            group_scores_NG = grouped_NGX.topk(2, dim=-1).values.sum(dim=-1)
+            best_NG = group_scores_NG.topk(self.groups_a_token, dim=-1).indices
+            barred_NG = torch.ones_like(group_scores_NG, dtype=torch.bool).scatter_(1, best_NG, False)
+            choice_NX = grouped_NGX.masked_fill(barred_NG[..., None], -torch.inf).flatten(1)
+        chosen_NK = choice_NX.topk(self.experts_a_token, dim=-1).indices
+        weights_NK = scores_NX.gather(1, chosen_NK)
+        if self.normalise:
+            weights_NK = weights_NK / (weights_NK.sum(dim=-1, keepdim=True) + 1e-20)
+        return weights_NK * self.scale, chosen_NK

@@ -1,0 +1,34 @@
+"""The gated feed-forward block of Llama and its descendants.
+
+Legend: N = tokens, E = hidden, I = inner size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from serve.engine.linear import Linear
+
+
+class SwiGLU:
+    """down(silu(gate(x)) * up(x)), read from ``prefix`` + gate_proj, up_proj and down_proj."""
+
+    def __init__(
+        self, load: Callable[..., torch.Tensor], prefix: str, hidden: int, inner: int, *, bias: bool = False
+    ) -> None:
+        def linear(name: str, outputs: int, inputs: int) -> Linear:
+            bias_O = load(f"{prefix}{name}.bias", outputs) if bias else None
+            return Linear(load(f"{prefix}{name}.weight", outputs, inputs), bias_O)
+
+        self.gate = linear("gate_proj", inner, hidden)
+        self.up = linear("up_proj", inner, hidden)
+        self.down = linear("down_proj", hidden, inner)
+
+    def __call__(self, x_NE: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up.times(x_NE, self.gate.silu(x_NE)))
+
+    def plus(self, x_NE: torch.Tensor, other_NE: torch.Tensor) -> torch.Tensor:
+        """The block's output + other."""
+        return self.down.plus(self.up.times(x_NE, self.gate.silu(x_NE)), other_NE)
