@@ -4,6 +4,7 @@ Each check returns findings instead of raising, so that a file is judged whole."
 
 from __future__ import annotations
 
+from configs.check_pairs import check_pairs
 from configs.check_space import check_duplicates, check_nodes, check_space, spaces, yaml_bool
 from configs.check_topology import Finding, Path, check_topology
 from configs.cluster import Cluster
@@ -59,6 +60,7 @@ def check_entry(entry: MatrixEntry, model: Model | None, cluster: Cluster | None
             findings += check_topology(space.path, space.entry, model, cluster)
             findings += check_nodes(entry, space, cluster)
     findings += check_duplicates(entry)
+    findings += check_pairs(entry, cluster)
     if model is not None:
         findings += _check_model_use(entry, model)
     if cluster is not None:
@@ -141,13 +143,16 @@ def _check_components(entry: MatrixEntry) -> list[Finding]:
 
 def _check_model_use(entry: MatrixEntry, model: Model) -> list[Finding]:
     findings = []
-    if model.status == "deprecated":
-        findings.append(Finding(("model",), f"'{model.name}' is deprecated: {model.deprecation}"))
+    if model.status == "deprecated" and entry.deprecated_model_reason is None:
+        hint = "Say why it is measured all the same with deprecated-model-reason."
+        findings.append(Finding(("model",), f"'{model.name}' is deprecated: {model.deprecation}", hint))
+    if model.status == "active" and entry.deprecated_model_reason is not None:
+        findings.append(Finding(("deprecated-model-reason",), f"'{model.name}' is active.", "Leave it out."))
     if entry.served_len() > model.context_length:
         message = f"{entry.served_len()} is more than the context of {model.name}, {model.context_length} tokens."
         where = ("max-model-len",) if entry.max_model_len is not None else ("scenarios",)
         findings.append(Finding(where, message))
-    if entry.disagg:
+    if entry.disagg and entry.roles.decode is not None and entry.roles.decode.engine == "bundled":
         need = model.architecture.kv_bytes_per_token(entry.handoff.kv_dtype) * entry.served_len()
         if need > entry.handoff.pool_mib << 20:
             message = f"{entry.handoff.pool_mib} MiB cannot hold one request of {entry.served_len()} tokens"

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from configs.check_topology import Finding, Path, nodes_needed
 from configs.cluster import Cluster
 from configs.engine_args import CAPABILITIES, BundledDecodeArgs
-from configs.entry import MatrixEntry, SearchSpaceEntry
+from configs.entry import AgenticSearchSpaceEntry, MatrixEntry, SearchSpaceEntry
 
 
 class Space(NamedTuple):
@@ -67,6 +67,12 @@ def _check_speculation(entry: MatrixEntry, space: Space) -> list[Finding]:
         findings.append(Finding((*path, "spec-decoding"), "a method other than none and draft-depth need each other."))
     if item.acceptance == "simulated" and (item.spec_decoding == "none" or item.thinking is None):
         findings.append(Finding((*path, "acceptance"), "simulated needs spec-decoding and thinking."))
+    if item.acceptance == "simulated" and not isinstance(item, AgenticSearchSpaceEntry):
+        message = "simulated belongs to agentic-coding; everything else is measured with real acceptance."
+        findings.append(Finding((*path, "acceptance"), message))
+    if isinstance(item, AgenticSearchSpaceEntry) and item.spec_decoding != "none" and item.acceptance == "real":
+        message = "agentic-coding with speculative decoding is measured at the golden acceptance length."
+        findings.append(Finding((*path, "acceptance"), message, "Write acceptance: simulated and thinking."))
     if item.acceptance == "real" and item.thinking is not None:
         findings.append(Finding((*path, "thinking"), "is only used by acceptance: simulated."))
     for role, engine in entry.roles.engines().items():
@@ -115,7 +121,7 @@ def check_duplicates(entry: MatrixEntry) -> list[Finding]:
 
 def check_nodes(entry: MatrixEntry, space: Space, cluster: Cluster) -> list[Finding]:
     """Do all workers fit on the nodes that a job may use?"""
-    nodes = nodes_needed(space.entry, cluster)
+    nodes = nodes_needed(space.entry, cluster, apart=entry.multinode)
     most = cluster.nodes if entry.multinode else 1
     if nodes <= most:
         return []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from configs.cluster import Cluster
@@ -36,10 +37,10 @@ def check_topology(path: Path, space: SearchSpaceEntry, model: Model | None, clu
     return findings
 
 
-def nodes_needed(space: SearchSpaceEntry, cluster: Cluster) -> int:
+def nodes_needed(space: SearchSpaceEntry, cluster: Cluster, *, apart: bool) -> int:
     """Nodes that all workers of an entry take, see `place`."""
-    workers = [worker for worker in space.workers().values() for _ in range(worker.num_worker)]
-    return place(workers, cluster.gpus_per_node)[1]
+    groups = [[worker] * worker.num_worker for worker in space.workers().values()]
+    return place(groups, cluster.gpus_per_node, apart=apart)[1]
 
 
 class Slot(NamedTuple):
@@ -50,26 +51,34 @@ class Slot(NamedTuple):
     gpus: tuple[int, ...]
 
 
-def place(workers: list[Parallelism] | list[WorkerConfig], gpus_per_node: int) -> tuple[list[Slot], int]:
-    """Packs workers onto nodes in order, never splitting one that fits a node. Returns slots and nodes used.
+def place(groups: Sequence[Sequence[Parallelism]], gpus_per_node: int, *, apart: bool) -> tuple[list[list[Slot]], int]:
+    """Packs each role's workers onto nodes in order, never splitting one that fits a node. Returns the slots of every
+    group and the nodes used.
 
-    Without GPUs (gpus_per_node 0) everything is on node 0. A worker larger than a node takes whole nodes."""
-    slots: list[Slot] = []
+    With ``apart`` every group has nodes of its own. Without GPUs (gpus_per_node 0) a group shares one node. A worker
+    larger than a node takes whole nodes."""
+    slots: list[list[Slot]] = []
     node, used = 0, 0
-    for worker in workers:
-        need = worker.gpus_per_worker
-        if gpus_per_node == 0:
-            slots.append(Slot(0, 1, ()))
-            continue
-        if used and used + need > gpus_per_node:
+    for group in groups:
+        if apart and used:
             node, used = node + 1, 0
-        if need > gpus_per_node:
-            nodes = -(-need // gpus_per_node)
-            slots.append(Slot(node, nodes, tuple(range(gpus_per_node))))
-            node += nodes
-            continue
-        slots.append(Slot(node, 1, tuple(range(used, used + need))))
-        used += need
+        placed: list[Slot] = []
+        for worker in group:
+            need = worker.gpus_per_worker
+            if gpus_per_node == 0:
+                placed.append(Slot(node, 1, ()))
+                used = 1
+                continue
+            if used and used + need > gpus_per_node:
+                node, used = node + 1, 0
+            if need > gpus_per_node:
+                nodes = -(-need // gpus_per_node)
+                placed.append(Slot(node, nodes, tuple(range(gpus_per_node))))
+                node += nodes
+                continue
+            placed.append(Slot(node, 1, tuple(range(used, used + need))))
+            used += need
+        slots.append(placed)
     return slots, max(node + (1 if used else 0), 1)
 
 

@@ -54,38 +54,126 @@ class VllmArgs(Strict):
 class SglangArgs(Strict):
     """Arguments of SGLang's server."""
 
+    build: Literal["upstream", "zai-glm5", "ktransformers"] = Field(
+        default="upstream",
+        description="Whose build it is: zai-glm5 is the prefill overlay of Zai-GLM5-TileRT with the older nsa flags, "
+        "ktransformers is the distribution sglang-kt.",
+    )
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(default="auto", description="Compute dtype.")
     mem_fraction_static: float | None = Field(default=None, gt=0, le=1, description="Share of GPU memory to take.")
     chunked_prefill_size: int | None = Field(default=None, gt=0, description="Tokens of one prefill chunk.")
+    max_prefill_tokens: int | None = Field(default=None, gt=0, description="Token budget of one prefill batch.")
     max_running_requests: int | None = Field(default=None, gt=0, description="Requests in one batch.")
+    page_size: int | None = Field(default=None, gt=0, description="Tokens of one KV cache page.")
     kv_cache_dtype: Literal["auto", "bf16", "fp8_e4m3", "fp8_e5m2"] = Field(
         default="auto", description="KV cache dtype."
     )
     attention_backend: str | None = Field(default=None, pattern=r"^[\w.-]+$", description="Attention backend.")
+    sparse_prefill_backend: str | None = Field(
+        default=None, pattern=r"^[\w.-]+$", description="Sparse attention in prefill, e.g. flashmla_sparse."
+    )
+    sparse_decode_backend: str | None = Field(
+        default=None, pattern=r"^[\w.-]+$", description="Sparse attention in decode, e.g. flashmla_kv."
+    )
+    moe_a2a_backend: Literal["none", "deepep", "mooncake"] | None = Field(
+        default=None, description="Exchange of tokens between expert ranks."
+    )
+    deepep_mode: Literal["auto", "normal", "low_latency"] | None = Field(default=None, description="DeepEP's mode.")
+    moe_runner_backend: str | None = Field(default=None, pattern=r"^[\w.-]+$", description="Backend of the experts.")
+    layer_split: bool = Field(
+        default=False,
+        description="Spread a prompt's context and the layers of its KV cache over the tp group (prefill only).",
+    )
+    hicache_size_gb: int | None = Field(default=None, gt=0, description="Host memory of the hierarchical cache, in GB.")
+    hicache_io_backend: Literal["kernel", "direct"] | None = Field(
+        default=None, description="How the hierarchical cache copies."
+    )
+    radix_cache: bool = Field(default=True, description="Prefix cache.")
+    overlap_schedule: bool = Field(default=True, description="Schedule the next step while this one computes.")
+    warmup: bool = Field(default=True, description="A generation at start; a layer-split prefill rejects it.")
+    watchdog_timeout_s: int | None = Field(default=None, gt=0, description="A step that takes longer ends the server.")
+    soft_watchdog_timeout_s: int | None = Field(default=None, gt=0, description="A step that takes longer is logged.")
+    mtp_model: str | None = Field(
+        default=None, min_length=1, description="Folder of a separate MTP checkpoint, in the cluster's model folder."
+    )
+    architecture: str | None = Field(
+        default=None, pattern=r"^\w+$", description="Model class to load instead of the one that config.json names."
+    )
     trust_remote_code: bool = Field(default=False, description="Run code that comes with the checkpoint.")
     reasoning_parser: str | None = Field(default=None, pattern=r"^[\w.-]+$", description="Reasoning parser.")
     tool_call_parser: str | None = Field(default=None, pattern=r"^[\w.-]+$", description="Tool call parser.")
+    kt_cpu_threads: int | None = Field(
+        default=None, gt=0, description="CPU threads of ktransformers' experts; it also keeps experts in host memory."
+    )
+    kt_numa_nodes: int = Field(default=2, gt=0, description="NUMA nodes those threads are spread over.")
+    kt_prefill_threshold: int | None = Field(
+        default=None, gt=0, description="Prompt tokens from which whole layers of experts are sent to the GPU."
+    )
+    kt_transport: Literal["auto", "native", "legacy"] | None = Field(
+        default=None, description="How they are sent: native overlaps the next layer's transfer with this one."
+    )
 
 
 class TilertDecodeArgs(Strict):
     """Arguments of TileRT's decode server."""
 
-    kv_cache_dtype: Literal["auto", "fp8_ds_mla"] = Field(default="auto", description="KV dtype the prefill sends.")
-    buffer_device: Literal["cuda", "cpu"] = Field(default="cuda", description="Where the receive buffers lie.")
+    buffer_device: Literal["cuda", "cpu"] = Field(
+        default="cuda", description="Where the hand-off buffers of both sides lie; cpu is pinned 2 MiB pages."
+    )
+    senders: int = Field(default=8, ge=1, le=8, description="Prefill ranks that send; both sides must agree.")
+    queue_depth: int | None = Field(
+        default=None, gt=0, description="Requests one worker takes at once (SGLang pairing only); null is 2."
+    )
+    reasoning_parser: str | None = Field(
+        default=None, pattern=r"^[\w.-]+$", description="Reasoning parser (SGLang pairing only)."
+    )
+    tool_call_parser: str | None = Field(
+        default=None, pattern=r"^[\w.-]+$", description="Tool call parser (SGLang pairing only)."
+    )
+    template_constraint: bool = Field(
+        default=False, description="Hold every answer to the chat template's structure (SGLang pairing only)."
+    )
+    mtp_model: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder of a separate MTP checkpoint to convert too, in the cluster's model folder.",
+    )
 
 
 class TilertRouterArgs(Strict):
     """Arguments of TileRT's router."""
 
     parser: Literal["glm47", "none"] = Field(default="none", description="Reasoning and tool parser.")
+    generation_config: Literal["auto", "vllm"] | None = Field(
+        default=None, description="Whose sampling defaults both sides get; null is the router's default."
+    )
+    queue_timeout_s: float | None = Field(default=None, ge=0, description="Wait for a free decode before 429.")
     force_include_usage: bool = Field(default=False, description="Append usage to every stream.")
 
 
 class PegainferArgs(Strict):
     """Arguments of pegainfer's server."""
 
-    kv_pool_gib: float | None = Field(default=None, gt=0, description="Preallocated KV store, in GiB.")
-    max_batch_size: int | None = Field(default=None, gt=0, description="Sequences in one step.")
+    binary: str = Field(
+        default="pegainfer-server",
+        min_length=1,
+        description="The server: a name on PATH, or a path; a relative one lies in the cluster's shared folder.",
+    )
+    metaserver: str = Field(
+        default="pegaflow-metaserver",
+        min_length=1,
+        description="pegaflow's metaserver, needed by disagg: true; a path like that.",
+    )
+    nccl_root: str | None = Field(
+        default=None,
+        min_length=1,
+        description="NCCL that the server was built against, a path like that; it must load the same.",
+    )
+    host_kv_gib: int | None = Field(
+        default=None, gt=0, description="Pinned host memory for KV pages, in GiB; needed by disagg: true."
+    )
+    decode_slots: int = Field(default=8, ge=1, le=32, description="Concurrent requests of one rank.")
+    weight_staging: bool = Field(default=False, description="Stage checkpoint bytes through pinned buffers.")
 
 
 class BundledPrefillArgs(Strict):
@@ -139,8 +227,8 @@ CAPABILITIES: dict[EngineName, Capability] = {
     "vllm": Capability(_roles("prefill", "aggregated"), _methods("mtp", "draft_model", "ngram"), _ANY_TRANSPORT),
     "sglang": Capability(_roles("prefill", "aggregated"), _methods("mtp", "draft_model"), _ANY_TRANSPORT),
     "tilert": Capability(_roles("decode", "router"), _methods("mtp"), _ANY_TRANSPORT),
-    "pegainfer": Capability(_roles("prefill", "decode", "aggregated"), _methods("mtp"), _ANY_TRANSPORT),
-    "bundled": Capability(_roles("prefill", "decode", "router"), _methods(), _ANY_TRANSPORT),
+    "pegainfer": Capability(_roles("prefill", "decode", "aggregated"), _methods("mtp"), frozenset({"pegaflow"})),
+    "bundled": Capability(_roles("prefill", "decode", "router"), _methods("mtp", "ngram"), _ANY_TRANSPORT),
 }
 
 # (prefill, decode, router) engines that speak one hand-off and one request protocol.

@@ -22,6 +22,7 @@ from configs.job import CanarySpec, EngineName, Limits, Parallelism
 from configs.model import KvDtype, Precision
 
 Concurrency = Annotated[int, Field(gt=0, le=65536)]
+PinnedPackage = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+(\[[A-Za-z0-9,._-]+\])?(==|>=)[0-9][A-Za-z0-9.+_-]*$")]
 Framework = Literal["baton", "vllm", "sglang", "tilert", "pegainfer"]
 MAX_CONCURRENCIES = 256
 
@@ -37,6 +38,14 @@ class _Role(Strict):
     """What every role says, whatever its engine."""
 
     image: str | None = Field(default=None, min_length=1, description="Container image; null is the entry's image.")
+    version: str | None = Field(
+        default=None, min_length=1, description="Version of the engine inside the image; written to every row."
+    )
+    packages: tuple[PinnedPackage, ...] = Field(
+        default=(),
+        description="Pinned distributions beside the image, in an environment of the job that sees the image's own.",
+    )
+    package_dependencies: bool = Field(default=True, description="Also install what they depend on.")
     readiness_timeout_s: float | None = Field(
         default=None,
         gt=0,
@@ -185,8 +194,9 @@ class SearchSpaceEntry(_Concurrencies):
         return {name: worker for name, worker in roles.items() if worker is not None}
 
     def topology(self) -> dict[str, Any]:
-        """What makes two entries one job: everything but the concurrencies."""
-        return self.model_dump(mode="json", exclude={"conc_list", "conc_start", "conc_end", "conc_step"})
+        """What makes two entries one start of the servers: everything but concurrencies and acceptance."""
+        left_out = {"conc_list", "conc_start", "conc_end", "conc_step", "acceptance", "thinking"}
+        return self.model_dump(mode="json", exclude=left_out, exclude_defaults=True)
 
 
 class FixedSeqLenScenario(Strict):
@@ -219,8 +229,17 @@ class AgenticSearchSpaceEntry(SearchSpaceEntry):
 class AgenticCodingScenario(Strict):
     """Replay of recorded coding-agent sessions."""
 
-    trace: str = Field(min_length=1, description="Trace id or folder.")
-    duration_s: float = Field(default=3600, gt=0, description="Measured time, in seconds.")
+    trace: str | None = Field(
+        default=None, min_length=1, description="Name of a corpus or absolute folder; null is the model's own corpus."
+    )
+    duration_s: float = Field(default=3600, ge=1, description="Measured time, in seconds.")
+    warmup_requests_per_lane: int = Field(default=10, ge=0, le=1000, description="Requests of a lane before that.")
+    warmup_grace_s: float = Field(default=1800, gt=0, description="Longest warm-up, in seconds.")
+    idle_cap_s: float = Field(default=300, ge=0, description="Longest pause kept between two turns, in seconds.")
+    start_min_ratio: float = Field(default=0.25, ge=0, le=1, description="Earliest start inside a session.")
+    start_max_ratio: float = Field(default=0.75, ge=0, le=1, description="Latest start inside a session.")
+    ignore_eos: bool = Field(default=True, description="Outputs have the recorded length whatever is generated.")
+    max_error_rate: float = Field(default=0.1, ge=0, le=1, description="Share of failed requests that is accepted.")
     seed: int = Field(default=42, ge=0, le=2**32 - 1, description="Seed of the replay.")
     dram_utilization: float | None = Field(
         default=None, gt=0, le=1, description="Share of node memory for offloading, for kv-offloading: dram."
@@ -267,15 +286,25 @@ class MatrixEntry(Strict):
     description: str = Field(default="", description="One line for people.")
     image: str | None = Field(default=None, min_length=1, description="Container image; null is this environment.")
     model: str = Field(min_length=1, description="Name of a file in configs/models.")
+    deprecated_model_reason: str | None = Field(
+        default=None, min_length=1, description="Why a deprecated model is measured all the same."
+    )
     precision: Precision = Field(description="Precision of the weights, as reported.")
     framework: Framework = Field(description="InferenceX's framework: the engine that generates tokens.")
     cluster: str = Field(min_length=1, description="Name of a file in configs/clusters.")
     multinode: bool = Field(description="The job may use more than one node.")
     disagg: bool = Field(description="Prefill and decode are separate processes.")
-    kv_p2p_transfer: Literal["mooncake", "nixl"] | None = Field(default=None, description="Transport of the KV cache.")
+    kv_p2p_transfer: Literal["mooncake", "nixl", "pegaflow"] | None = Field(
+        default=None, description="Transport of the KV cache."
+    )
     router: Component | None = Field(default=None, description="Router to name in the rows; null is the bundled one.")
     roles: Roles = Field(description="Engines of the roles.")
     handoff: HandoffConfig = Field(default=HandoffConfig(), description="Hand-off of the KV cache.")
+    escape_seed: int | None = Field(
+        default=None,
+        ge=0,
+        description="Seed of escaped control tokens on both sides, for engines that have them; null is none.",
+    )
     max_model_len: int | None = Field(
         default=None, gt=0, description="Context window served, in tokens; null is the longest isl+osl plus 256."
     )

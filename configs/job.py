@@ -8,7 +8,9 @@ Values that are known only once the job runs (a node's address, a port, the run 
     @run@                  the job's folder, results/<run-id>/<job-id>
     @model@                the staged weights directory on the node
     @python@               the interpreter of this environment
-    @converted@            the folder of converted checkpoints of this site
+    @models@               the site's folder of checkpoints
+    @converted@            the site's folder of converted checkpoints
+    @shared@               the folder that every node of the site sees
     @repo@                 the folder that holds the import packages
 
 so the spec, its fingerprint and the golden plans do not depend on the machine that runs them.
@@ -105,6 +107,9 @@ class ProcessSpec(Strict):
     image: str | None = Field(default=None, description="Container image, or null for this environment.")
     argv: tuple[str, ...] = Field(description="Exact command line, with references.")
     env: dict[str, str] = Field(default_factory=dict, description="Only what the engine demands as a variable.")
+    args: dict[str, Any] = Field(
+        default_factory=dict, description="The recipe's arguments of the role, defaults filled in."
+    )
     cwd: str = Field(default="@run@", description="Working folder, with references.")
     ports: tuple[str, ...] = Field(description="Names of the ports it listens on, e.g. http, control.")
     readiness: Readiness = Field(description="When it counts as started.")
@@ -117,7 +122,7 @@ class ProcessSpec(Strict):
 class HandoffSpec(Strict):
     """How the KV cache goes from prefill to decode."""
 
-    transport: Literal["mooncake", "nixl", "none"] = Field(description="Library that moves the bytes.")
+    transport: Literal["mooncake", "nixl", "pegaflow", "none"] = Field(description="Library that moves the bytes.")
     protocol: str = Field(default="tcp", description="Mooncake protocol or NIXL backend: tcp, rdma, ucx.")
     kv_dtype: str = Field(description="dtype of the KV planes on the wire, e.g. float32, bfloat16.")
     pool_bytes: int = Field(gt=0, description="Receive pool of one decode worker, in bytes.")
@@ -180,6 +185,7 @@ class JobSpec(Strict):
     decode: Parallelism | None = Field(description="Decode workers, for disagg.")
     aggregated: Parallelism | None = Field(description="Workers of an aggregated server.")
     num_nodes: int = Field(ge=1, description="Nodes of the allocation.")
+    escape_seed: int | None = Field(default=None, description="Seed of escaped control tokens; null is none.")
     handoff: HandoffSpec = Field(description="How the KV cache goes from prefill to decode.")
     acceptance: AcceptanceSpec = Field(description="Draft depth and acceptance.")
     canary: CanarySpec = Field(description="Generations that must succeed before measuring.")

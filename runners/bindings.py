@@ -46,6 +46,7 @@ def bind_local(
     Raises BindingError."""
     job_dir = run_dir.absolute() / job_id
     fixed = {"run": str(job_dir), "model": str(model_dir.absolute()), "python": python, "repo": str(repo)}
+    fixed |= site_folders(spec, repo)
     wanted = [(process.name, port) for process in spec.processes for port in process.ports]
     first, last = spec.cluster_profile["port-range"]["first"], spec.cluster_profile["port-range"]["last"]
     ports = free_ports(len(wanted), first, last, host)
@@ -61,6 +62,17 @@ def bind_local(
         run_id=run_id, job_id=job_id, run_dir=str(run_dir.absolute()), created_at=created_at, bindings=bindings
     )
     return spec.model_copy(update={"run": run})
+
+
+def site_folders(spec: JobSpec, repo: Path = REPO) -> dict[str, str]:
+    """What the cluster's paths say: shared folder, checkpoints, converted checkpoints."""
+    paths = spec.cluster_profile["paths"]
+    shared = repo / str(paths["shared"])
+    return {
+        "shared": str(shared),
+        "models": str(paths.get("models") or shared / "models"),
+        "converted": str(shared / "converted"),
+    }
 
 
 def free_ports(count: int, first: int, last: int, host: str = LOOPBACK) -> list[int]:

@@ -5,30 +5,36 @@ from __future__ import annotations
 import fnmatch
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from typing import NamedTuple
 
-from configs.check_topology import Slot, place
-from configs.entry import FixedSeqLenScenario, GsmEval, Role, SearchSpaceEntry
+from configs.entry import (
+    AgenticCodingScenario,
+    AgenticSearchSpaceEntry,
+    FixedSeqLenScenario,
+    GsmEval,
+    SearchSpaceEntry,
+)
 from configs.job import (
     AcceptanceSpec,
+    AgentXPoint,
     FixedSeqLenPoint,
     GsmEvalPoint,
     HandoffSpec,
     JobSpec,
     Parallelism,
     PointSpec,
-    ProcessSpec,
-    RoleName,
 )
 from configs.load import LoadedEntry, Matrix
 from configs.suggest import suggestion
-from runners.engines import EngineError, RoleContext, adapter_for
+from configs.traces import TraceError, corpus_for
+from runners.engines import EngineError
 from runners.golden import GoldenError, lookup
+from runners.processes import offload_bytes, processes_of
 
-# Start order: a decode must be there when the first prompt is handed over; the router asks both.
-WORKER_ROLES: tuple[RoleName, ...] = ("decode", "prefill", "aggregated")
+CLIENTS = {"gsm8k": "lm-eval", "fixed-seq-len": "aiperf", "agentic-coding": "aiperf"}
 ABSENT = "absent"
 BUNDLED_ROUTER = "baton-pd-router"
 
@@ -40,10 +46,11 @@ class ExpandError(Exception):
 
 
 class _Topology(NamedTuple):
-    """One job to be: a topology and what is measured on it."""
+    """One way to start the servers, and what is measured on it."""
 
     space: SearchSpaceEntry
     measured: list[tuple[FixedSeqLenScenario, int]]
+    replayed: list[tuple[AgenticCodingScenario, AgenticSearchSpaceEntry, int]]
 
 
 def installed_version(distribution: str) -> str:
@@ -78,44 +85,66 @@ def job_id(spec: JobSpec) -> str:
 
 def _expand_entry(loaded: LoadedEntry, version_of: VersionOf) -> Iterator[JobSpec]:
     where = f"{loaded.file}:{loaded.line}: {loaded.key}"
-    if loaded.entry.scenarios.agentic_coding:
-        raise ExpandError(f"{where}: agentic-coding cannot be run by this version; leave the scenario out.")
-    for topology in _topologies(loaded):
-        try:
+    try:
+        for topology in _topologies(loaded):
             for acceptance, points in _measurements(loaded, topology):
                 yield _job(loaded, topology.space, acceptance, points, version_of)
-        except (EngineError, GoldenError) as error:
-            raise ExpandError(f"{where}: {error}") from error
+    except (EngineError, GoldenError, TraceError) as error:
+        raise ExpandError(f"{where}: {error}") from error
 
 
 def _topologies(loaded: LoadedEntry) -> list[_Topology]:
-    """Search-space entries with the same topology become one job, over all fixed-seq-len scenarios."""
+    """Search-space entries that are served alike become one topology, over all scenarios."""
     found: dict[str, _Topology] = {}
+
+    def topology_of(space: SearchSpaceEntry) -> _Topology:
+        key = json.dumps(space.topology(), sort_keys=True)
+        return found.setdefault(key, _Topology(space, [], []))
+
     for scenario in loaded.entry.scenarios.fixed_seq_len:
         for space in scenario.search_space:
-            key = json.dumps(space.topology(), sort_keys=True)
-            topology = found.setdefault(key, _Topology(space, []))
-            topology.measured.extend((scenario, conc) for conc in space.concurrencies())
+            topology_of(space).measured.extend((scenario, conc) for conc in space.concurrencies())
+    for replay in loaded.entry.scenarios.agentic_coding:
+        for agentic in replay.search_space:
+            topology_of(agentic).replayed.extend((replay, agentic, conc) for conc in agentic.concurrencies())
     return list(found.values())
 
 
 def _measurements(loaded: LoadedEntry, topology: _Topology) -> list[tuple[AcceptanceSpec, tuple[PointSpec, ...]]]:
-    """What runs on one start of the servers. Evals need real acceptance, so simulated points get a job of their own."""
-    space = topology.space
-    measured = _measured_points(loaded, topology)
+    """What runs on one start of the servers. Acceptance is set when they start, so simulated points get jobs of their
+    own, and evals always run on real acceptance."""
+    real = AcceptanceSpec(draft_depth=topology.space.draft_depth or 0)
     evals = tuple(_eval_point(loaded, item, index) for index, item in enumerate(loaded.entry.evals))
-    real = AcceptanceSpec(draft_depth=space.draft_depth or 0)
-    if space.acceptance == "real" or space.draft_depth is None or space.thinking is None:
-        return [(real, measured + evals)]
+    jobs: dict[AcceptanceSpec, tuple[PointSpec, ...]] = {real: _measured_points(loaded, topology)}
+    for replay, space, conc in topology.replayed:
+        acceptance = _simulated(loaded, space) if space.acceptance == "simulated" else real
+        jobs[acceptance] = (*jobs.get(acceptance, ()), _replay_point(loaded, replay, space, conc))
+    jobs[real] = jobs[real] + evals
+    return [(acceptance, _unique(points)) for acceptance, points in jobs.items() if points]
+
+
+def _unique(points: tuple[PointSpec, ...]) -> tuple[PointSpec, ...]:
+    """Points with ids of their own: a second one of the same name gets a number."""
+    seen: Counter[str] = Counter()
+    named = []
+    for point in points:
+        seen[point.id] += 1
+        name = point.id if seen[point.id] == 1 else f"{point.id}-{seen[point.id]}"
+        named.append(point if name == point.id else point.model_copy(update={"id": name}))
+    return tuple(named)
+
+
+def _simulated(loaded: LoadedEntry, space: SearchSpaceEntry) -> AcceptanceSpec:
+    if space.draft_depth is None or space.thinking is None:
+        raise GoldenError("acceptance: simulated needs draft-depth and thinking.")
     golden = lookup(loaded.model.model_prefix, space.spec_decoding, space.thinking, space.draft_depth)
-    simulated = AcceptanceSpec(
+    return AcceptanceSpec(
         draft_depth=space.draft_depth,
         mode="simulated",
         curve=golden.curve,
         target_length=golden.target_length,
         provisional=golden.provisional,
     )
-    return [(simulated, measured), *([(real, evals)] if evals else [])]
 
 
 def _job(
@@ -134,13 +163,12 @@ def _job(
         staging_bytes=entry.handoff.staging_mib << 20,
         deadline_s=entry.handoff.deadline_s,
     )
-    processes, num_nodes, packages = _processes(loaded, space, handoff, acceptance)
-    clients = {"gsm8k": "lm-eval", "fixed-seq-len": "aiperf"}
-    packages |= {clients[point.scenario] for point in points}
-    versions = {name: version_of(name) for name in sorted(packages)}
+    plan = processes_of(loaded, space, handoff, acceptance)
+    packages = plan.packages | {CLIENTS[point.scenario] for point in points}
+    versions = {name: version_of(name) for name in packages} | plan.versions
     router = entry.router.model_dump() if entry.router else None
     if router is None and entry.disagg:
-        router = {"name": BUNDLED_ROUTER, "version": versions["baton-bench"]}
+        router = {"name": BUNDLED_ROUTER, "version": version_of("baton-bench")}
     workers = space.workers()
     spec = JobSpec(
         key=loaded.key,
@@ -164,93 +192,20 @@ def _job(
         prefill=_parallelism(workers.get("prefill")),
         decode=_parallelism(workers.get("decode")),
         aggregated=_parallelism(workers.get("aggregated")),
-        num_nodes=num_nodes,
+        num_nodes=plan.num_nodes,
+        escape_seed=entry.escape_seed,
         handoff=handoff,
         acceptance=acceptance,
         canary=entry.canary,
-        processes=processes,
+        processes=plan.processes,
         points=points,
-        versions=versions,
+        versions=dict(sorted(versions.items())),
     )
     return spec.model_copy(update={"fingerprint": spec.computed_fingerprint()})
 
 
 def _parallelism(worker: Parallelism | None) -> Parallelism | None:
     return None if worker is None else Parallelism(**worker.model_dump(include=set(Parallelism.model_fields)))
-
-
-def _processes(
-    loaded: LoadedEntry, space: SearchSpaceEntry, handoff: HandoffSpec, acceptance: AcceptanceSpec
-) -> tuple[tuple[ProcessSpec, ...], int, set[str]]:
-    """Processes in start order, the number of nodes they take and the distributions they run."""
-    entry = loaded.entry
-    workers = space.workers()
-    placed = [(role, index, workers[role]) for role in WORKER_ROLES if role in workers
-              for index in range(workers[role].num_worker)]  # fmt: skip
-    slots, num_nodes = place([worker for _, _, worker in placed], loaded.cluster.gpus_per_node)
-    members: list[tuple[RoleName, int, Parallelism, Slot]] = [
-        (role, index, worker, slot) for (role, index, worker), slot in zip(placed, slots, strict=True)
-    ]
-    if entry.disagg:
-        members.append(("router", 0, Parallelism(num_worker=1), Slot(0, 1, ())))
-    peers: dict[RoleName, tuple[str, ...]] = {}
-    for role, index, _, _ in members:
-        peers[role] = (*peers.get(role, ()), f"{role}-{index}")
-    processes: list[ProcessSpec] = []
-    packages: set[str] = set()
-    for role, index, worker, slot in members:
-        config = _role(loaded, role)
-        name = f"{role}-{index}"
-        if slot.nodes > 1:
-            raise EngineError(
-                f"{name} spans {slot.nodes} nodes, which this version cannot start; lower tp*pp*pcp-size."
-            )
-        context = RoleContext(
-            name=name,
-            role=role,
-            config=config,
-            worker=worker,
-            model_id=loaded.model.hf_id,
-            max_model_len=entry.served_len(),
-            on_cpu=loaded.cluster.gpu is None,
-            disagg=entry.disagg,
-            spec_method=space.spec_decoding,
-            handoff=handoff,
-            acceptance=acceptance,
-            peers=peers,
-        )
-        process = _process(context, index, slot, config.image or entry.image)
-        processes.append(process)
-        if process.image is None:
-            packages.update(adapter_for(config.engine, role).packages(context))
-    return tuple(processes), num_nodes, packages
-
-
-def _role(loaded: LoadedEntry, role: RoleName) -> Role:
-    config: Role | None = getattr(loaded.entry.roles, role)
-    if config is None:
-        raise EngineError(f"the role {role} is not declared.")
-    return config
-
-
-def _process(context: RoleContext, index: int, slot: Slot, image: str | None) -> ProcessSpec:
-    adapter = adapter_for(context.config.engine, context.role)
-    return ProcessSpec(
-        name=context.name,
-        role=context.role,
-        index=index,
-        engine=context.config.engine,
-        node=slot.node,
-        gpus=slot.gpus,
-        image=image,
-        argv=adapter.argv(context),
-        env=adapter.env(context),
-        ports=adapter.ports(context.role),
-        readiness=adapter.readiness(context),
-        reads=adapter.reads(context),
-        writes=adapter.writes(context),
-        log=f"@run@/logs/{context.name}.log",
-    )
 
 
 def _measured_points(loaded: LoadedEntry, topology: _Topology) -> tuple[PointSpec, ...]:
@@ -273,6 +228,36 @@ def _measured_points(loaded: LoadedEntry, topology: _Topology) -> tuple[PointSpe
             limits=entry.limits,
         )
         for _, (scenario, conc) in measured
+    )
+
+
+def _replay_point(
+    loaded: LoadedEntry, replay: AgenticCodingScenario, space: AgenticSearchSpaceEntry, conc: int
+) -> AgentXPoint:
+    corpus = corpus_for(loaded.model.model_prefix, replay.trace)
+    return AgentXPoint(
+        id=f"agentic-conc{conc}",
+        corpus=corpus,
+        conc=conc,
+        duration_s=replay.duration_s,
+        warmup_requests_per_lane=replay.warmup_requests_per_lane,
+        warmup_grace_s=replay.warmup_grace_s,
+        idle_cap_s=replay.idle_cap_s,
+        start_min_ratio=replay.start_min_ratio,
+        start_max_ratio=replay.start_max_ratio,
+        max_context_tokens=loaded.entry.served_len(),
+        ignore_eos=replay.ignore_eos,
+        kv_offloading=space.kv_offloading,
+        dram_bytes=offload_bytes(loaded, space),
+        seed=replay.seed,
+        limits=loaded.entry.limits.model_copy(
+            update={
+                "max_error_rate": replay.max_error_rate,
+                "point_timeout_s": max(
+                    loaded.entry.limits.point_timeout_s, replay.warmup_grace_s + 2 * replay.duration_s
+                ),
+            }
+        ),
     )
 
 

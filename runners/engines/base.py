@@ -1,17 +1,20 @@
 """The contract of an engine adapter: everything that knows an engine's flags.
 
-An adapter turns one role of a recipe into a process. It sees the whole recipe but reads only what its engine needs, and
+An adapter turns one role of a recipe into processes. It sees the whole recipe but reads only what its engine needs, and
 writes what a run decides (host, port, folder) as references, see configs/job.py.
 """
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from configs.cluster import Cluster
 from configs.entry import Role
-from configs.job import AcceptanceSpec, EngineName, HandoffSpec, Parallelism, Readiness, RoleName
+from configs.job import AcceptanceSpec, EngineName, HandoffSpec, Parallelism, PrepareStep, Readiness, RoleName
+from configs.model import Model
 
 
 class EngineError(Exception):
@@ -20,20 +23,62 @@ class EngineError(Exception):
 
 @dataclass(frozen=True)
 class RoleContext:
-    """One process to build. ``peers`` are the process names of every role of the job."""
+    """One process to build. ``peers`` are the workers' names of every role of the job, ``roles`` their recipes.
+
+    A worker that spans ``nodes`` nodes has one process on each; ``node_rank`` is this one's number and ``leader`` the
+    name of the first. ``gpus`` are this process's own."""
 
     name: str
     role: RoleName
     config: Role
     worker: Parallelism
-    model_id: str
+    model: Model
+    cluster: Cluster
     max_model_len: int
-    on_cpu: bool
     disagg: bool
     spec_method: str
     handoff: HandoffSpec
     acceptance: AcceptanceSpec
     peers: Mapping[RoleName, tuple[str, ...]]
+    roles: Mapping[RoleName, Role]
+    image: str | None = None
+    escape_seed: int | None = None
+    offload_bytes: int = 0
+    nodes: int = 1
+    node_rank: int = 0
+    gpus: tuple[int, ...] = ()
+
+    @property
+    def leader(self) -> str:
+        """Process on the worker's first node."""
+        return self.name.partition(".")[0]
+
+    @property
+    def model_id(self) -> str:
+        """Name under which the model is served."""
+        return self.model.hf_id
+
+    @property
+    def on_cpu(self) -> bool:
+        """The site has no accelerators."""
+        return self.cluster.gpu is None
+
+    @property
+    def on_rocm(self) -> bool:
+        """The site has AMD accelerators."""
+        return self.cluster.gpu is not None and self.cluster.gpu.vendor == "amd"
+
+    @property
+    def python(self) -> str:
+        """Interpreter that runs the role: the job's environment, the image's own, or this environment."""
+        if self.config.packages:
+            return f"{self.environment}/bin/python"
+        return "@python@" if self.image is None else "python3"
+
+    @property
+    def environment(self) -> str:
+        """Folder of the environment that holds the role's packages; one for all processes of the role."""
+        return f"@run@/env/{self.role}"
 
     @property
     def host(self) -> str:
@@ -44,6 +89,10 @@ class RoleContext:
         """Reference to one of its ports."""
         return f"@port:{self.name}:{kind}@"
 
+    def address(self, process: str, kind: str) -> str:
+        """host:port of any process."""
+        return f"@host:{process}@:@port:{process}:{kind}@"
+
     @property
     def stage_log(self) -> str:
         """Where its stage records go, one JSON line a request."""
@@ -51,17 +100,25 @@ class RoleContext:
 
     def url(self, peer: str) -> str:
         """Reference to another process's HTTP address."""
-        return f"http://@host:{peer}@:@port:{peer}:http@"
+        return f"http://{self.address(peer, 'http')}"
+
+    def engine_of(self, role: RoleName) -> EngineName | None:
+        """Engine of another role; None when the job has no such role."""
+        config = self.roles.get(role)
+        return None if config is None else config.engine
 
 
 class EngineAdapter(Protocol):
-    """One engine. ``roles`` are the ones this adapter can build, at most those of configs.engine_args."""
+    """One engine. ``roles`` are the ones this adapter can build."""
 
     name: EngineName
     roles: frozenset[RoleName]
 
-    def ports(self, role: RoleName) -> tuple[str, ...]:
-        """Names of the ports a process of that role listens on; the first is the one clients use."""
+    def ports(self, context: RoleContext) -> tuple[str, ...]:
+        """Names of the ports the process listens on; the first is the one clients use."""
+
+    def prepare(self, context: RoleContext) -> tuple[PrepareStep, ...]:
+        """Commands before it starts, the role's own packages left out. Raises EngineError."""
 
     def argv(self, context: RoleContext) -> tuple[str, ...]:
         """The exact command line. Raises EngineError for what cannot be expressed."""
@@ -95,6 +152,41 @@ def flag(name: str, value: object) -> tuple[str, ...]:
 def switch(name: str, value: bool | None) -> tuple[str, ...]:
     """``--name`` or ``--no-name``; nothing for None, which leaves the engine's default."""
     return () if value is None else (f"--{name}",) if value else (f"--no-{name}",)
+
+
+def ready(context: RoleContext, path: str, default_s: float) -> Readiness:
+    """GET ``path`` on the http port of the worker's first node, within the recipe's deadline or the engine's."""
+    asked = None if context.node_rank == 0 else context.leader
+    return Readiness(process=asked, port="http", path=path, timeout_s=context.config.readiness_timeout_s or default_s)
+
+
+def no_simulation(context: RoleContext, engine: str) -> None:
+    """For an engine without an acceptance knob. Raises EngineError when acceptance is to be simulated."""
+    if context.acceptance.mode == "simulated":
+        raise EngineError(f"{context.name}: {engine} cannot simulate acceptance; use acceptance: real.")
+
+
+def one_node(context: RoleContext, engine: str) -> None:
+    """For an engine whose worker is one process. Raises EngineError when the worker spans nodes."""
+    if context.nodes > 1:
+        raise EngineError(
+            f"{context.leader} spans {context.nodes} nodes, which {engine} cannot do; lower tp*pp*pcp-size."
+        )
+
+
+def environment_steps(context: RoleContext) -> tuple[PrepareStep, ...]:
+    """Makes the environment of a role's packages: it sees what the image has, and leaves the image as it is."""
+    config = context.config
+    if not config.packages:
+        return ()
+    folder = context.environment
+    creator = "@python@" if context.image is None else "python3"
+    make = (creator, "-m", "venv", "--system-site-packages", folder)
+    dependencies = flag("no-deps", not config.package_dependencies)
+    install = (f"{folder}/bin/python", "-m", "pip", "install", "--quiet", *dependencies, *config.packages)
+    done = f"{folder}/.complete"
+    script = " && ".join(shlex.join(part) for part in (make, install, ("touch", done)))
+    return (PrepareStep(name="environment", argv=("sh", "-c", script), creates=done, shared=True),)
 
 
 def transport_packages(context: RoleContext) -> tuple[str, ...]:

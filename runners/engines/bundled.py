@@ -1,12 +1,13 @@
-"""The engine of this repository: serve.decode_server and serve.pd_router."""
+"""The engine of this repository: serve.decode_server, serve.prefill_server and serve.pd_router."""
 
 from __future__ import annotations
 
-from configs.engine_args import BundledDecodeArgs, BundledRouterArgs
-from configs.job import EngineName, Readiness, RoleName
-from runners.engines.base import EngineError, RoleContext, flag, transport_packages
+from configs.engine_args import BundledDecodeArgs, BundledPrefillArgs, BundledRouterArgs
+from configs.job import EngineName, PrepareStep, Readiness, RoleName
+from runners.engines.base import EngineError, RoleContext, flag, one_node, ready, transport_packages
 
-READY_DECODE_S = 180.0
+READY_WORKER_S = 180.0
+READY_LARGE_S = 3600.0  # a checkpoint of hundreds of GiB on a GPU site
 READY_ROUTER_S = 60.0
 
 
@@ -14,25 +15,40 @@ class BundledAdapter:
     """Builds the servers of the serve package."""
 
     name: EngineName = "bundled"
-    roles: frozenset[RoleName] = frozenset(("decode", "router"))
+    roles: frozenset[RoleName] = frozenset(("prefill", "decode", "router"))
 
-    def ports(self, role: RoleName) -> tuple[str, ...]:
-        return ("http", "control") if role == "decode" else ("http",)
+    def ports(self, context: RoleContext) -> tuple[str, ...]:
+        return ("http", "control") if context.role == "decode" else ("http",)
+
+    def prepare(self, context: RoleContext) -> tuple[PrepareStep, ...]:
+        return ()
 
     def argv(self, context: RoleContext) -> tuple[str, ...]:
-        return self._router(context) if context.role == "router" else self._decode(context)
+        if context.role == "router":
+            return self._router(context)
+        one_node(context, "the bundled engine")
+        return self._prefill(context) if context.role == "prefill" else self._decode(context)
 
     def env(self, context: RoleContext) -> dict[str, str]:
-        return {"HF_HUB_OFFLINE": "1", "PYTHONPATH": "@repo@"}
+        env = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": "@repo@"}
+        if context.role != "router" and context.handoff.protocol == "rdma":
+            env["RDMAV_FORK_SAFE"] = "1"
+        return env
 
     def readiness(self, context: RoleContext) -> Readiness:
-        default = READY_ROUTER_S if context.role == "router" else READY_DECODE_S
-        return Readiness(port="http", path="/health", timeout_s=context.config.readiness_timeout_s or default)
+        worker = READY_WORKER_S if context.on_cpu else READY_LARGE_S
+        return ready(context, "/health", READY_ROUTER_S if context.role == "router" else worker)
 
     def acceptance_argv(self, context: RoleContext) -> tuple[str, ...]:
-        if context.acceptance.draft_depth:
-            raise EngineError(f"{context.name}: the bundled engine does not draft.")
-        return ()
+        acceptance = context.acceptance
+        if acceptance.draft_depth == 0:
+            return ()
+        simulated = acceptance.target_length if acceptance.mode == "simulated" else None
+        return (
+            *("--spec-method", context.spec_method),
+            *("--draft-depth", str(acceptance.draft_depth)),
+            *flag("simulate-acceptance-length", None if simulated is None else f"{simulated:g}"),
+        )
 
     def reads(self, context: RoleContext) -> tuple[str, ...]:
         return ("@repo@/serve",) if context.role == "router" else ("@model@", "@repo@/serve")
@@ -45,19 +61,29 @@ class BundledAdapter:
             return ("baton-bench",)
         return ("baton-bench", "torch", "transformers", *transport_packages(context))
 
+    def _prefill(self, context: RoleContext) -> tuple[str, ...]:
+        args, handoff = context.config.args, context.handoff
+        if not isinstance(args, BundledPrefillArgs):
+            raise EngineError(f"{context.name}: the bundled prefill server was given the arguments of another engine.")
+        return (
+            *_server(context, "serve.prefill_server"),
+            *("--dtype", args.dtype),
+            *("--kv-dtype", handoff.kv_dtype),
+            *("--max-model-len", str(context.max_model_len)),
+            *("--chunk-tokens", str(args.chunk_tokens)),
+            *("--staging-bytes", str(handoff.staging_bytes)),
+            *_transfer(context),
+            *flag("threads", args.threads),
+            *_devices(context),
+            *flag("draft-depth", context.acceptance.draft_depth or None),
+        )
+
     def _decode(self, context: RoleContext) -> tuple[str, ...]:
-        args, handoff, worker = context.config.args, context.handoff, context.worker
+        args, handoff = context.config.args, context.handoff
         if not isinstance(args, BundledDecodeArgs):
             raise EngineError(f"{context.name}: the bundled decode server was given the arguments of another engine.")
-        if worker.gpus_per_worker > 1 or worker.ep > 1:
-            raise EngineError(f"{context.name}: the bundled decode server runs on one device; set tp, pp, ep to 1.")
         return (
-            "@python@",
-            *("-m", "serve.decode_server"),
-            *("--model", "@model@"),
-            *("--served-model-name", context.model_id),
-            *("--host", context.host),
-            *("--port", context.port()),
+            *_server(context, "serve.decode_server"),
             *("--control-port", context.port("control")),
             *("--dtype", args.dtype),
             *("--kv-dtype", handoff.kv_dtype),
@@ -65,12 +91,10 @@ class BundledAdapter:
             *("--max-model-len", str(context.max_model_len)),
             *("--queue-depth", str(args.queue_depth)),
             *("--pool-bytes", str(handoff.pool_bytes)),
-            *("--transport", handoff.transport),
-            *("--protocol", handoff.protocol),
-            *("--handoff-deadline-s", f"{handoff.deadline_s:g}"),
+            *_transfer(context),
             *flag("threads", args.threads),
-            *("--stage-log", context.stage_log),
             *flag("allow-local-prefill", args.allow_local_prefill),
+            *_devices(context),
             *self.acceptance_argv(context),
         )
 
@@ -81,7 +105,7 @@ class BundledAdapter:
         prefills = [part for name in context.peers["prefill"] for part in ("--prefill", context.url(name))]
         decodes = [part for name in context.peers["decode"] for part in ("--decode", context.url(name))]
         return (
-            "@python@",
+            context.python,
             *("-m", "serve.pd_router"),
             *("--host", context.host),
             *("--port", context.port()),
@@ -90,4 +114,38 @@ class BundledAdapter:
             *decodes,
             *("--deadline-s", f"{args.deadline_s:g}"),
             *("--stage-log", context.stage_log),
+            *(("--handoff", "envelope") if context.engine_of("decode") == "pegainfer" else ()),
         )
+
+
+def _server(context: RoleContext, module: str) -> tuple[str, ...]:
+    return (
+        context.python,
+        *("-m", module),
+        *("--model", "@model@"),
+        *("--served-model-name", context.model_id),
+        *("--host", context.host),
+        *("--port", context.port()),
+    )
+
+
+def _transfer(context: RoleContext) -> tuple[str, ...]:
+    handoff = context.handoff
+    return (
+        *("--transport", handoff.transport),
+        *("--protocol", handoff.protocol),
+        *("--handoff-deadline-s", f"{handoff.deadline_s:g}"),
+        *("--stage-log", context.stage_log),
+    )
+
+
+def _devices(context: RoleContext) -> tuple[str, ...]:
+    worker = context.worker
+    if worker.pp > 1 or worker.dcp_size > 1 or worker.pcp_size > 1 or worker.dp_attn:
+        raise EngineError(f"{context.name}: the bundled engine knows tp only; set pp, dcp-size, pcp-size to 1.")
+    if worker.ep not in (1, worker.tp):
+        raise EngineError(f"{context.name}: the bundled engine spreads experts over its tp group; set ep to 1 or tp.")
+    return (
+        *flag("device", None if context.on_cpu else "cuda"),
+        *flag("tensor-parallel-size", worker.tp if worker.tp > 1 else None),
+    )

@@ -1,16 +1,21 @@
-"""vLLM: prefill with our connector, or an aggregated server."""
+"""vLLM: prefill with our connector or TileRT's, or an aggregated server."""
 
 from __future__ import annotations
 
 import json
 
-from configs.engine_args import VllmArgs
-from configs.job import EngineName, Readiness, RoleName
-from runners.engines.base import EngineError, RoleContext, flag, switch, transport_packages
+from configs.engine_args import TilertDecodeArgs, VllmArgs
+from configs.job import EngineName, PrepareStep, Readiness, RoleName
+from runners.engines.base import EngineError, RoleContext, flag, ready, switch, transport_packages
+from runners.engines.tilert import profile_of, wire_env
 
 # Eager start on two CPU cores takes 25 to 30 s, with compilation 90 to 115 s; on GPUs weights dominate.
 READY_EAGER_S = 180.0
 READY_COMPILED_S = 900.0
+# 700 GiB of weights and a million tokens of KV cache: InferenceX waits an hour for this prefill.
+READY_LARGE_S = 3600.0
+LARGE_CONTEXT = 131_072
+MASTER = "dist"
 
 
 class VllmAdapter:
@@ -19,18 +24,21 @@ class VllmAdapter:
     name: EngineName = "vllm"
     roles: frozenset[RoleName] = frozenset(("prefill", "aggregated"))
 
-    def ports(self, role: RoleName) -> tuple[str, ...]:
-        return ("http",)
+    def ports(self, context: RoleContext) -> tuple[str, ...]:
+        if context.node_rank > 0:
+            return ()
+        return ("http",) if context.nodes == 1 else ("http", MASTER)
+
+    def prepare(self, context: RoleContext) -> tuple[PrepareStep, ...]:
+        return ()
 
     def argv(self, context: RoleContext) -> tuple[str, ...]:
         args = _args(context)
         return (
-            "@python@",
-            *("-m", "vllm.entrypoints.openai.api_server"),
-            *("--model", "@model@"),
+            context.python,
+            *_server(context),
             *("--served-model-name", context.model_id),
-            *("--host", context.host),
-            *("--port", context.port()),
+            *_address(context),
             *("--dtype", args.dtype),
             *flag("enforce-eager", args.enforce_eager),
             *("--max-model-len", str(context.max_model_len)),
@@ -38,6 +46,7 @@ class VllmAdapter:
             *("--generation-config", "vllm"),
             *_parallelism(context),
             *_tuning(args),
+            *_offload(context),
             *self.acceptance_argv(context),
             *_transfer(context),
         )
@@ -49,11 +58,15 @@ class VllmAdapter:
             env["VLLM_CPU_KVCACHE_SPACE"] = str(args.cpu_kv_cache_gib)
         if context.on_cpu and args.cpu_omp_threads_bind is not None:
             env["VLLM_CPU_OMP_THREADS_BIND"] = args.cpu_omp_threads_bind
-        return env
+        if context.handoff.transport == "mooncake" and context.handoff.protocol == "rdma":
+            # Without it a forked worker silently falls back to TCP.
+            env["RDMAV_FORK_SAFE"] = "1"
+        tilert = _tilert(context)
+        return env if tilert is None else env | wire_env(context, tilert)
 
     def readiness(self, context: RoleContext) -> Readiness:
         default = READY_EAGER_S if context.on_cpu and _args(context).enforce_eager else READY_COMPILED_S
-        return Readiness(port="http", path="/health", timeout_s=context.config.readiness_timeout_s or default)
+        return ready(context, "/health", READY_LARGE_S if context.max_model_len >= LARGE_CONTEXT else default)
 
     def acceptance_argv(self, context: RoleContext) -> tuple[str, ...]:
         acceptance = context.acceptance
@@ -61,11 +74,13 @@ class VllmAdapter:
             return ()
         if context.spec_method == "draft_model":
             raise EngineError("spec-decoding: draft_model needs a draft model, which a recipe cannot name yet.")
-        config: dict[str, object] = {
-            "method": context.spec_method,
-            "num_speculative_tokens": acceptance.draft_depth,
-        }
-        if acceptance.mode == "simulated":
+        config: dict[str, object] = {"method": context.spec_method, "num_speculative_tokens": acceptance.draft_depth}
+        if context.role == "prefill":
+            if context.spec_method != "mtp":
+                return ()  # decode drafts from the text alone
+            # One draft step computes the KV of the MTP layer, which is all that decode needs of it.
+            config["num_speculative_tokens"] = 1
+        elif acceptance.mode == "simulated":
             config |= {
                 "rejection_sample_method": "synthetic",
                 "synthetic_acceptance_length": acceptance.target_length,
@@ -73,10 +88,11 @@ class VllmAdapter:
         return ("--speculative-config", json.dumps(config, separators=(",", ":")))
 
     def reads(self, context: RoleContext) -> tuple[str, ...]:
-        return ("@model@", "@repo@/serve/handoff") if context.role == "prefill" else ("@model@",)
+        ours = context.role == "prefill" and _tilert(context) is None
+        return ("@model@", "@repo@/serve/handoff") if ours else ("@model@",)
 
     def writes(self, context: RoleContext) -> tuple[str, ...]:
-        return (context.stage_log,) if context.role == "prefill" else ()
+        return (context.stage_log,) if context.role == "prefill" and _tilert(context) is None else ()
 
     def packages(self, context: RoleContext) -> tuple[str, ...]:
         engine = "vllm-cpu" if context.on_cpu else "vllm"
@@ -89,8 +105,35 @@ def _args(context: RoleContext) -> VllmArgs:
     return context.config.args
 
 
+def _tilert(context: RoleContext) -> TilertDecodeArgs | None:
+    """Arguments of the TileRT decode this prefill hands over to, or None."""
+    decode = context.roles.get("decode")
+    return decode.args if decode is not None and isinstance(decode.args, TilertDecodeArgs) else None
+
+
+def _server(context: RoleContext) -> tuple[str, ...]:
+    if context.node_rank > 0:
+        return ("-m", "vllm.entrypoints.cli.main", "serve", "@model@", "--headless")
+    return ("-m", "vllm.entrypoints.openai.api_server", "--model", "@model@")
+
+
+def _address(context: RoleContext) -> tuple[str, ...]:
+    http = ("--host", context.host, "--port", context.port()) if context.node_rank == 0 else ()
+    if context.nodes == 1:
+        return http
+    return (
+        *http,
+        *("--nnodes", str(context.nodes)),
+        *("--node-rank", str(context.node_rank)),
+        *("--master-addr", f"@host:{context.leader}@"),
+        *("--master-port", f"@port:{context.leader}:{MASTER}@"),
+    )
+
+
 def _parallelism(context: RoleContext) -> tuple[str, ...]:
     worker = context.worker
+    if worker.dp_attn and context.nodes > 1:
+        raise EngineError(f"{context.leader}: dp-attn over several nodes is not built; use tp or one node.")
     attention = (
         (*("--tensor-parallel-size", "1"), *("--data-parallel-size", str(worker.tp)))
         if worker.dp_attn
@@ -126,11 +169,23 @@ def _tuning(args: VllmArgs) -> tuple[str, ...]:
     )
 
 
+def _offload(context: RoleContext) -> tuple[str, ...]:
+    if context.offload_bytes == 0:
+        return ()
+    if context.role == "prefill":
+        raise EngineError(f"{context.name}: vLLM has one KV connector, and the hand-off takes it; kv-offloading: none.")
+    return ("--kv-offloading-size", f"{context.offload_bytes / (1 << 30):.2f}", "--kv-offloading-backend", "native")
+
+
 def _transfer(context: RoleContext) -> tuple[str, ...]:
     if context.role != "prefill":
         return ()
+    tilert = _tilert(context)
+    if tilert is not None:
+        # TileRT's router reads the first token's id from the log probabilities.
+        return ("--return-tokens-as-token-ids", "--kv-transfer-config", _json(_tilert_connector(context, tilert)))
     handoff = context.handoff
-    config = {
+    config: dict[str, object] = {
         "kv_connector": "BatonConnector",
         "kv_connector_module_path": "serve.handoff.vllm_connector",
         "kv_role": "kv_producer",
@@ -144,4 +199,27 @@ def _transfer(context: RoleContext) -> tuple[str, ...]:
             "kv_dtype": handoff.kv_dtype,
         },
     }
-    return ("--kv-transfer-config", json.dumps(config, separators=(",", ":")))
+    return ("--kv-transfer-config", _json(config))
+
+
+def _tilert_connector(context: RoleContext, tilert: TilertDecodeArgs) -> dict[str, object]:
+    decode = context.peers["decode"][0]
+    extra: dict[str, object] = {
+        "tilert_host": f"@host:{decode}@",
+        "tilert_ctrl_port": f"@port:{decode}:control@",
+        "tilert_model": profile_of(context),
+        "tilert_max_seq_len": context.max_model_len,
+        "tilert_transport": context.handoff.transport,
+    }
+    if tilert.buffer_device == "cpu":
+        extra["tilert_pd_buffer_device"] = "cpu"
+    return {
+        "kv_connector": "TileRTConnector",
+        "kv_connector_module_path": "tilert.pd_vllm.prefill_connector",
+        "kv_role": "kv_producer",
+        "kv_connector_extra_config": extra,
+    }
+
+
+def _json(config: dict[str, object]) -> str:
+    return json.dumps(config, separators=(",", ":"))

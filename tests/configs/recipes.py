@@ -85,6 +85,14 @@ def gpu_entry() -> dict[str, Any]:
     }
 
 
+def agentic_entry(**more: Any) -> dict[str, Any]:
+    """vLLM alone on the GPU site, measured with its model's trace corpus as well; ``more`` goes into that space."""
+    entry = gpu_entry()
+    item = {"aggregated": {"num-worker": 1, "tp": 8, "ep": 8}, "conc-list": [2], **more}
+    entry["scenarios"]["agentic-coding"] = [{"duration-s": 900, "search-space": [item]}]
+    return entry
+
+
 def space(entry: dict[str, Any]) -> dict[str, Any]:
     """The first search-space entry of the first scenario."""
     found: dict[str, Any] = entry["scenarios"]["fixed-seq-len"][0]["search-space"][0]

@@ -57,10 +57,11 @@ LOCAL: list[tuple[Change, str]] = [
     (lambda e: e["evals"][0].update(conc=25), "25 is more than the decode workers take (24)"),
     (lambda e: space(e).update({"conc-list": [25]}), "concurrency 25 is more than the decode workers take (24)"),
     (lambda e: e["handoff"].update({"pool-mib": 89}), "cannot hold one request of 2048 tokens: that needs 90 MiB"),
-    (lambda e: space(e).update({"spec-decoding": "mtp", "draft-depth": 1}), "bundled cannot do 'mtp' as decode"),
+    (lambda e: space(e).update({"spec-decoding": "draft_model", "draft-depth": 1}), "bundled cannot do 'draft_model'"),
     (lambda e: space(e).update({"spec-decoding": "mtp"}), "draft-depth need each other"),
     (lambda e: space(e).update({"draft-depth": 2}), "draft-depth need each other"),
     (lambda e: space(e).update({"acceptance": "simulated"}), "simulated needs spec-decoding and thinking"),
+    (lambda e: space(e).update({"acceptance": "simulated"}), "simulated belongs to agentic-coding"),
     (lambda e: space(e).update({"thinking": "thinking-on"}), "only used by acceptance: simulated"),
     (lambda e: e.update(router={"name": "r", "version": "image:r:1"}), "is an image reference"),
     (lambda e: e.update(router={"name": "r", "version": "1.0"}), "the bundled router names itself"),
@@ -110,6 +111,9 @@ def test_a_deprecated_model_is_refused_with_its_reason(tmp_path: Path) -> None:
     (tmp_path / "models" / "moe.yaml").write_text(json.dumps(retired))
     with pytest.raises(ConfigError, match="'moe' is deprecated: 2026-07-18, superseded"):
         load_matrix(path)
+    entry = gpu_entry() | {"deprecated-model-reason": "the last entry that is kept"}
+    path.write_text(json.dumps({"schema": 1, "entries": {"a": entry}}))
+    assert load_matrix(path).entries["a"].model.status == "deprecated"
 
 
 def test_mtp_needs_a_model_with_mtp_layers(tmp_path: Path) -> None:
@@ -160,5 +164,12 @@ def test_context_defaults_to_the_longest_sequence_plus_256(tmp_path: Path) -> No
     ],
 )
 def test_workers_are_packed_without_splitting(tps: list[int], expected_nodes: int, expected: list[Any]) -> None:
-    slots, nodes = place([Parallelism(num_worker=1, tp=tp) for tp in tps], 8)
+    (slots,), nodes = place([[Parallelism(num_worker=1, tp=tp) for tp in tps]], 8, apart=False)
     assert (nodes, [tuple(slot) for slot in slots]) == (expected_nodes, expected)
+
+
+def test_roles_share_a_node_unless_they_are_kept_apart() -> None:
+    groups = [[Parallelism(num_worker=1, tp=4)], [Parallelism(num_worker=2, tp=2)] * 2]
+    assert place(groups, 8, apart=False) == ([[(0, 1, (0, 1, 2, 3))], [(0, 1, (4, 5)), (0, 1, (6, 7))]], 1)
+    assert place(groups, 8, apart=True) == ([[(0, 1, (0, 1, 2, 3))], [(1, 1, (0, 1)), (1, 1, (2, 3))]], 2)
+    assert place(groups, 0, apart=True) == ([[(0, 1, ())], [(1, 1, ()), (1, 1, ())]], 2)

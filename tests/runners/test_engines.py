@@ -17,7 +17,7 @@ from configs.load import load_matrix
 from runners.engines import ADAPTERS, EngineError, adapter_for
 from runners.engines.base import flag, switch
 from runners.expand import ExpandError, expand
-from tests.configs.recipes import gpu_entry, local_entry, space, write_matrix
+from tests.configs.recipes import agentic_entry, gpu_entry, local_entry, space, write_matrix
 
 
 def process_of(folder: Path, entry: dict[str, Any], name: str) -> tuple[JobSpec, ProcessSpec]:
@@ -147,8 +147,10 @@ def test_acceptance_is_real_unless_simulated(tmp_path: Path) -> None:
     space(entry).update({"spec-decoding": "mtp", "draft-depth": 2})
     _, process = process_of(tmp_path, entry, "aggregated-0")
     assert json.loads(option(process, "--speculative-config")) == {"method": "mtp", "num_speculative_tokens": 2}
-    space(entry).update({"acceptance": "simulated", "thinking": "thinking-on"})
-    _, process = process_of(tmp_path, entry, "aggregated-0")
+    golden = {"spec-decoding": "mtp", "draft-depth": 2, "acceptance": "simulated", "thinking": "thinking-on"}
+    entry = agentic_entry(**golden)
+    del entry["scenarios"]["fixed-seq-len"]
+    _, process = process_of(tmp_path, entry | {"max-model-len": 65536}, "aggregated-0")
     config = json.loads(option(process, "--speculative-config"))
     assert (config["rejection_sample_method"], config["synthetic_acceptance_length"]) == ("synthetic", 2.5)
 
@@ -169,16 +171,16 @@ def test_readiness_deadline_is_the_recipes_when_given(tmp_path: Path) -> None:
 
 def test_adapters_stay_within_the_capabilities_that_recipes_are_checked_by() -> None:
     for engine, adapter in ADAPTERS.items():
-        assert adapter.name == engine and adapter.roles <= CAPABILITIES[engine].roles
+        assert adapter.name == engine and adapter.roles - {"metaserver"} <= CAPABILITIES[engine].roles
     for prefill, decode, router in PAIRINGS:
         assert "prefill" in CAPABILITIES[prefill].roles and "decode" in CAPABILITIES[decode].roles
         assert "router" in CAPABILITIES[router].roles
     assert set(FRAMEWORK_OF) == set(CAPABILITIES)
 
 
-def test_an_engine_without_an_adapter_is_named() -> None:
-    with pytest.raises(EngineError, match="no adapter for engine 'tilert'"):
-        adapter_for("tilert", "decode")
+def test_a_role_that_an_engine_does_not_play_is_named() -> None:
+    with pytest.raises(EngineError, match="'tilert' cannot play the role prefill; it can: decode, router"):
+        adapter_for("tilert", "prefill")
 
 
 def test_flags_of_nothing_false_true_and_values() -> None:

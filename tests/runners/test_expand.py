@@ -13,10 +13,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from configs.document import ConfigError
-from configs.job import JobSpec, fingerprint_of
+from configs.job import AgentXPoint, JobSpec, fingerprint_of
 from configs.load import load_matrix
+from configs.traces import TraceError, corpus_for
 from runners.expand import ABSENT, ExpandError, expand, installed_version, job_id
-from tests.configs.recipes import CONFIGS, KEY, gpu_entry, local_entry, space, write_matrix
+from tests.configs.recipes import CONFIGS, KEY, agentic_entry, gpu_entry, local_entry, space, write_matrix
+
+MTP3 = {"spec-decoding": "mtp", "draft-depth": 3}
+SIMULATED = {"acceptance": "simulated", "thinking": "thinking-on"}
 
 
 def version_of(name: str) -> str:
@@ -81,41 +85,86 @@ def test_real_thresholds_gate_real_data_only(tmp_path: Path) -> None:
 
 
 def test_simulated_acceptance_is_looked_up_and_kept_away_from_evals(tmp_path: Path) -> None:
-    entry = gpu_entry()
-    space(entry).update(
-        {"spec-decoding": "mtp", "draft-depth": 3, "acceptance": "simulated", "thinking": "thinking-on"}
-    )
+    entry = agentic_entry(**MTP3, **SIMULATED)
+    space(entry).update(MTP3)
     entry["evals"] = [{"task": "gsm8k", "data": "hub", "max-tokens": 64, "conc": 4}]
-    simulated, real = jobs_of(tmp_path, entry)
+    real, simulated = jobs_of(tmp_path, entry)
     assert (simulated.acceptance.mode, simulated.acceptance.target_length) == ("simulated", 2.99)
     assert (real.acceptance.mode, real.acceptance.target_length, real.acceptance.draft_depth) == ("real", None, 3)
-    assert [[point.scenario for point in job.points] for job in (simulated, real)] == [["fixed-seq-len"] * 2, ["gsm8k"]]
+    assert [point.scenario for point in real.points] == ["fixed-seq-len", "fixed-seq-len", "gsm8k"]
+    assert [point.scenario for point in simulated.points] == ["agentic-coding"]
+    del entry["scenarios"]["fixed-seq-len"]
+    entry["max-model-len"] = 65536
+    real, simulated = jobs_of(tmp_path, entry)
+    assert [point.scenario for point in real.points] == ["gsm8k"] and simulated.acceptance.mode == "simulated"
 
 
 def test_a_missing_curve_names_the_entry(tmp_path: Path) -> None:
-    entry = gpu_entry()
-    space(entry).update(
-        {"spec-decoding": "mtp", "draft-depth": 16, "acceptance": "simulated", "thinking": "thinking-on"}
-    )
+    entry = agentic_entry(**MTP3 | {"draft-depth": 16}, **SIMULATED)
     with pytest.raises(ExpandError, match=r"matrix.yaml:4: recipe: glm5.2_mtp.yaml has no thinking-on length for"):
         jobs_of(tmp_path, entry)
 
 
-def test_what_cannot_be_run_yet_is_a_typed_error(tmp_path: Path) -> None:
-    sglang = gpu_entry()
-    sglang |= {"framework": "sglang", "roles": {"aggregated": {"engine": "sglang"}}}
-    with pytest.raises(ExpandError, match="no adapter for engine 'sglang'"):
-        jobs_of(tmp_path, sglang)
-    agentic = gpu_entry()
-    agentic["scenarios"]["agentic-coding"] = [
-        {"trace": "weka", "search-space": [{"aggregated": {"num-worker": 1}, "conc-list": [1]}]}
+def test_a_replay_gets_its_models_corpus_and_every_setting(tmp_path: Path) -> None:
+    (job,) = jobs_of(tmp_path, agentic_entry())
+    point = job.point("agentic-conc2")
+    assert isinstance(point, AgentXPoint)
+    assert point.corpus.location == "semianalysisai/cc-traces-weka-062126" and point.corpus.max_context_tokens is None
+    assert (point.duration_s, point.warmup_requests_per_lane, point.idle_cap_s, point.seed) == (900, 10, 300, 42)
+    assert (point.max_context_tokens, point.limits.max_error_rate) == (job.max_model_len, 0.1)
+    entry = agentic_entry()
+    entry["scenarios"]["agentic-coding"][0]["trace"] = "semianalysis_cc_traces_weka_062126_256k"
+    cut = jobs_of(tmp_path, entry)[0].point("agentic-conc2")
+    assert isinstance(cut, AgentXPoint) and cut.corpus.max_context_tokens == 262_144
+
+
+def test_a_corpus_is_never_guessed(tmp_path: Path) -> None:
+    entry = agentic_entry()
+    entry["scenarios"]["agentic-coding"][0]["trace"] = "weka"
+    with pytest.raises(ExpandError, match="unknown trace corpus 'weka'"):
+        jobs_of(tmp_path, entry)
+    assert corpus_for("glm5.1") == corpus_for("glm5.2", "semianalysis_cc_traces_weka_062126_256k")
+    with pytest.raises(TraceError, match=r"is named for model prefix 'glm5\.9'"):
+        corpus_for("glm5.9")
+
+
+def test_offloaded_blocks_get_the_workers_share_of_the_node(tmp_path: Path) -> None:
+    offload = {"kv-offloading": "dram", "kv-offload-backend": {"name": "native"}}
+    entry = agentic_entry(**offload)
+    scenario = entry["scenarios"]["agentic-coding"][0]
+    scenario["dram-utilization"] = 0.5
+    scenario["search-space"][0]["aggregated"] = {"num-worker": 1, "tp": 4, "ep": 4}
+    plain, offloaded = jobs_of(tmp_path, entry)
+    point = offloaded.point("agentic-conc2")
+    assert isinstance(point, AgentXPoint) and point.dram_bytes == 1024 * 2**30 // 4  # half of it, for half of the GPUs
+    argv = offloaded.processes[0].argv
+    assert argv[argv.index("--kv-offloading-size") + 1] == "256.00"
+    assert "--kv-offloading-size" not in plain.processes[0].argv
+
+
+def test_a_worker_larger_than_a_node_has_a_process_on_each(tmp_path: Path) -> None:
+    entry = gpu_entry() | {"multinode": True}
+    space(entry)["aggregated"] = {"num-worker": 1, "tp": 16}
+    (job,) = jobs_of(tmp_path, entry)
+    first, second = job.processes
+    assert [(p.name, p.node, p.gpus) for p in job.processes] == [
+        ("aggregated-0", 0, tuple(range(8))),
+        ("aggregated-0.1", 1, tuple(range(8))),
     ]
-    with pytest.raises(ExpandError, match="agentic-coding cannot be run"):
-        jobs_of(tmp_path, agentic)
-    bundled = local_entry()
-    bundled["roles"]["prefill"] = {"engine": "bundled"}
-    with pytest.raises(ExpandError, match="cannot build the role prefill yet"):
-        jobs_of(tmp_path, bundled)
+    assert first.ports == ("http", "dist") and second.ports == ()
+    assert second.readiness.process == "aggregated-0" and first.readiness.process is None
+    for process, rank in ((first, "0"), (second, "1")):
+        options = dict(zip(process.argv, process.argv[1:], strict=False))
+        assert (options["--nnodes"], options["--node-rank"]) == ("2", rank)
+        assert options["--master-addr"] == "@host:aggregated-0@"
+    assert "--headless" in second.argv and "--port" not in second.argv
+
+
+def test_what_an_engine_cannot_do_is_a_typed_error(tmp_path: Path) -> None:
+    entry = gpu_entry()
+    space(entry).update({"spec-decoding": "draft_model", "draft-depth": 2})
+    with pytest.raises(ExpandError, match=r"matrix.yaml:4: recipe: .*needs a draft model"):
+        jobs_of(tmp_path, entry)
 
 
 def test_only_selects_by_glob_in_file_order(tmp_path: Path) -> None:
