@@ -119,6 +119,10 @@ class LiveProgress:
     def note(self, text: str) -> None:
         self._display.console.print(text, markup=False)
 
+    def refresh(self) -> None:
+        """Draws now instead of at the next tick."""
+        self._display.refresh()
+
     def close(self) -> None:
         for task in self._tasks.values():
             self._display.remove_task(task)
