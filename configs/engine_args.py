@@ -190,6 +190,9 @@ class BundledDecodeArgs(Strict):
     dtype: TensorDtype = Field(default="bfloat16", description="Compute dtype.")
     max_batch_size: int = Field(default=8, gt=0, le=1024, description="Sequences decoded in one step.")
     queue_depth: int = Field(default=16, ge=0, le=65536, description="Requests that wait beyond the batch; then 429.")
+    kv_capacity_tokens: int | None = Field(
+        default=None, gt=0, description="Tokens of the KV cache of one worker; null is max-batch-size x max-model-len."
+    )
     threads: int | None = Field(default=None, gt=0, description="CPU threads of one worker; null is torch's default.")
     allow_local_prefill: bool = Field(default=False, description="Prefill requests that come without a hand-off.")
 

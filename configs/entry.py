@@ -238,6 +238,9 @@ class AgenticCodingScenario(Strict):
     idle_cap_s: float = Field(default=300, ge=0, description="Longest pause kept between two turns, in seconds.")
     start_min_ratio: float = Field(default=0.25, ge=0, le=1, description="Earliest start inside a session.")
     start_max_ratio: float = Field(default=0.75, ge=0, le=1, description="Latest start inside a session.")
+    max_context_tokens: int | None = Field(
+        default=None, gt=0, description="Sessions with a longer context are left out; null is what is served."
+    )
     ignore_eos: bool = Field(default=True, description="Outputs have the recorded length whatever is generated.")
     max_error_rate: float = Field(default=0.1, ge=0, le=1, description="Share of failed requests that is accepted.")
     seed: int = Field(default=42, ge=0, le=2**32 - 1, description="Seed of the replay.")

@@ -235,6 +235,7 @@ def _replay_point(
     loaded: LoadedEntry, replay: AgenticCodingScenario, space: AgenticSearchSpaceEntry, conc: int
 ) -> AgentXPoint:
     corpus = corpus_for(loaded.model.model_prefix, replay.trace)
+    served = loaded.entry.served_len()
     return AgentXPoint(
         id=f"agentic-conc{conc}",
         corpus=corpus,
@@ -245,7 +246,7 @@ def _replay_point(
         idle_cap_s=replay.idle_cap_s,
         start_min_ratio=replay.start_min_ratio,
         start_max_ratio=replay.start_max_ratio,
-        max_context_tokens=loaded.entry.served_len(),
+        max_context_tokens=min(replay.max_context_tokens or served, served),
         ignore_eos=replay.ignore_eos,
         kv_offloading=space.kv_offloading,
         dram_bytes=offload_bytes(loaded, space),

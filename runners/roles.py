@@ -14,7 +14,7 @@ from runners import launch, warden
 from runners.events import EventLog
 from runners.outcome import JobCode, JobFailure
 
-START_ORDER = ("decode", "aggregated", "prefill", "router")
+START_ORDER = ("metaserver", "decode", "aggregated", "prefill", "router")
 ROLE_GRACE_S = 8.0  # vLLM on a CPU takes 3 s from SIGTERM
 PROBE_S = 0.1
 PROBE_TIMEOUT_S = 10.0
@@ -123,7 +123,8 @@ class Roles:
 
     async def _probe(self, process: ProcessSpec, timeout_s: float) -> str | None:
         """None when the readiness path answers 200, else why it does not."""
-        host, port = self._addresses(process)[process.readiness.port]
+        asked = self._spec.process(process.readiness.process or process.name)
+        host, port = self._addresses(asked)[process.readiness.port]
         url = f"http://{host}:{port}{process.readiness.path}"
         timeout = aiohttp.ClientTimeout(total=max(0.1, min(PROBE_TIMEOUT_S, timeout_s)))
         try:

@@ -89,6 +89,7 @@ class BundledAdapter:
             *("--kv-dtype", handoff.kv_dtype),
             *("--max-batch-size", str(args.max_batch_size)),
             *("--max-model-len", str(context.max_model_len)),
+            *flag("kv-capacity-tokens", args.kv_capacity_tokens),
             *("--queue-depth", str(args.queue_depth)),
             *("--pool-bytes", str(handoff.pool_bytes)),
             *_transfer(context),
