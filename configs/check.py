@@ -21,13 +21,22 @@ def check_model(model: Model) -> list[Finding]:
     """Is a model file consistent in itself?"""
     findings = []
     if model.status == "deprecated" and not model.deprecation:
-        findings.append(Finding(("status",), "a deprecated model needs 'deprecation': since when and why."))
+        findings.append(
+            Finding(("status",), "a deprecated model needs 'deprecation': since when and why.", code="model-status")
+        )
     if model.status == "active" and model.deprecation:
-        findings.append(Finding(("deprecation",), "the status is active.", "Set status: deprecated or leave this out."))
+        findings.append(
+            Finding(
+                ("deprecation",),
+                "the status is active.",
+                "Set status: deprecated or leave this out.",
+                code="model-status",
+            )
+        )
     attention = model.architecture.attention
     if attention.kind == "gqa" and attention.heads % attention.kv_heads:
         message = f"heads ({attention.heads}) is not a multiple of kv-heads ({attention.kv_heads})."
-        findings.append(Finding(("architecture", "attention", "kv-heads"), message))
+        findings.append(Finding(("architecture", "attention", "kv-heads"), message, code="parallelism"))
     return findings
 
 
@@ -36,18 +45,24 @@ def check_cluster(cluster: Cluster) -> list[Finding]:
     findings = []
     if (cluster.hardware == "cpu") != (cluster.gpu is None):
         findings.append(
-            Finding(("hardware",), "hardware: cpu and 'gpu' exclude each other; any other key needs 'gpu'.")
+            Finding(
+                ("hardware",),
+                "hardware: cpu and 'gpu' exclude each other; any other key needs 'gpu'.",
+                code="cluster-gpu",
+            )
         )
     if cluster.executor == "slurm" and cluster.slurm is None:
-        findings.append(Finding(("executor",), "executor: slurm needs 'slurm' (it may be empty: {})."))
+        findings.append(
+            Finding(("executor",), "executor: slurm needs 'slurm' (it may be empty: {}).", code="cluster-slurm")
+        )
     if cluster.executor == "local" and cluster.nodes != 1:
-        findings.append(Finding(("nodes",), "executor: local is one machine: nodes must be 1."))
+        findings.append(Finding(("nodes",), "executor: local is one machine: nodes must be 1.", code="cluster-nodes"))
     if cluster.port_range.first > cluster.port_range.last:
-        findings.append(Finding(("port-range", "first"), "is larger than port-range.last."))
+        findings.append(Finding(("port-range", "first"), "is larger than port-range.last.", code="port-range-empty"))
     for name in cluster.env:
         if any(word in name.upper() for word in SECRET_WORDS):
             hint = "Set it in the environment of the person who runs; it is never written to a file."
-            findings.append(Finding(("env", name), "looks like a secret.", hint))
+            findings.append(Finding(("env", name), "looks like a secret.", hint, code="secret-in-config"))
     return findings
 
 
@@ -74,53 +89,79 @@ def _check_roles(entry: MatrixEntry) -> list[Finding]:
     wanted = ("prefill", "decode", "router") if entry.disagg else ("aggregated",)
     for role in wanted:
         if role not in engines:
-            findings.append(Finding(("roles",), f"disagg: {yaml_bool(entry.disagg)} needs the role '{role}'."))
+            findings.append(
+                Finding(
+                    ("roles",), f"disagg: {yaml_bool(entry.disagg)} needs the role '{role}'.", code="roles-mismatch"
+                )
+            )
     for role in engines:
         if role not in wanted:
-            findings.append(Finding(("roles", role), f"disagg: {yaml_bool(entry.disagg)} has no such role."))
+            findings.append(
+                Finding(("roles", role), f"disagg: {yaml_bool(entry.disagg)} has no such role.", code="roles-mismatch")
+            )
     if entry.disagg and all(role in engines for role in wanted):
         trio = (engines["prefill"], engines["decode"], engines["router"])
         if trio not in PAIRINGS:
             known = "; ".join(" + ".join(pairing) for pairing in sorted(PAIRINGS))
             message = f"{trio[0]} prefill, {trio[1]} decode and {trio[2]} router do not speak one protocol."
-            findings.append(Finding(("roles",), message, f"Known: {known}."))
+            findings.append(Finding(("roles",), message, f"Known: {known}.", code="engines-unpaired"))
     generator = engines.get("decode" if entry.disagg else "aggregated")
     if generator is not None and FRAMEWORK_OF[generator] != entry.framework:
         message = f"'{entry.framework}' does not fit: {generator} generates the tokens."
-        findings.append(Finding(("framework",), message, f"Write {FRAMEWORK_OF[generator]}."))
+        findings.append(
+            Finding(("framework",), message, f"Write {FRAMEWORK_OF[generator]}.", code="framework-mismatch")
+        )
     if entry.disagg and entry.kv_p2p_transfer is None:
-        findings.append(Finding(("disagg",), "disagg: true needs kv-p2p-transfer (mooncake or nixl)."))
+        findings.append(
+            Finding(("disagg",), "disagg: true needs kv-p2p-transfer (mooncake or nixl).", code="transfer-mismatch")
+        )
     if not entry.disagg and entry.kv_p2p_transfer is not None:
-        findings.append(Finding(("kv-p2p-transfer",), "nothing is handed over with disagg: false."))
+        findings.append(
+            Finding(("kv-p2p-transfer",), "nothing is handed over with disagg: false.", code="transfer-mismatch")
+        )
     for role, engine in engines.items():
         transports = CAPABILITIES[engine].transports
         if entry.disagg and role != "router" and entry.kv_p2p_transfer and entry.kv_p2p_transfer not in transports:
-            findings.append(Finding(("kv-p2p-transfer",), f"{engine} does not speak {entry.kv_p2p_transfer}."))
+            findings.append(
+                Finding(
+                    ("kv-p2p-transfer",),
+                    f"{engine} does not speak {entry.kv_p2p_transfer}.",
+                    code="transport-unsupported",
+                )
+            )
     return findings
 
 
 def _check_scenarios(entry: MatrixEntry) -> list[Finding]:
     findings = []
     if not entry.scenarios.fixed_seq_len and not entry.scenarios.agentic_coding:
-        findings.append(Finding(("scenarios",), "at least one of fixed-seq-len and agentic-coding is needed."))
+        findings.append(
+            Finding(
+                ("scenarios",), "at least one of fixed-seq-len and agentic-coding is needed.", code="scenario-missing"
+            )
+        )
     longest = entry.served_len()
     for index, item in enumerate(entry.scenarios.fixed_seq_len):
         if item.isl + item.osl > longest:
             message = f"{longest} is less than isl + osl = {item.isl + item.osl} of scenarios.fixed-seq-len[{index}]."
-            findings.append(Finding(("max-model-len",), message))
+            findings.append(Finding(("max-model-len",), message, code="context-below-lengths"))
     for number, task in enumerate(entry.evals):
         if task.max_tokens >= longest:
             message = f"leaves no room for a prompt in max-model-len {longest}."
-            findings.append(Finding(("evals", number, "max-tokens"), message))
+            findings.append(Finding(("evals", number, "max-tokens"), message, code="eval-context"))
         if (task.data == "directory") != (task.data_dir is not None):
-            findings.append(Finding(("evals", number, "data-dir"), "is needed by data: directory, and only by it."))
+            findings.append(
+                Finding(
+                    ("evals", number, "data-dir"), "is needed by data: directory, and only by it.", code="eval-data-dir"
+                )
+            )
     for index, agentic in enumerate(entry.scenarios.agentic_coding):
         for number, space in enumerate(agentic.search_space):
             at = ("scenarios", "agentic-coding", index, "search-space", number, "kv-offloading")
             if (space.kv_offloading == "dram") != (space.kv_offload_backend is not None):
-                findings.append(Finding(at, "dram and kv-offload-backend need each other."))
+                findings.append(Finding(at, "dram and kv-offload-backend need each other.", code="offload-unpaired"))
             if space.kv_offloading == "dram" and agentic.dram_utilization is None:
-                findings.append(Finding(at, "dram needs dram-utilization in the scenario."))
+                findings.append(Finding(at, "dram needs dram-utilization in the scenario.", code="offload-unpaired"))
     return findings
 
 
@@ -135,9 +176,11 @@ def _check_components(entry: MatrixEntry) -> list[Finding]:
     for path, version in components:
         if "image:" in version or "/" in version or "@sha256" in version:
             message = f"'{version}' is an image reference; give a release, a package version or a commit."
-            findings.append(Finding((*path, "version"), message))
+            findings.append(Finding((*path, "version"), message, code="component-image"))
     if entry.router and entry.roles.router and entry.roles.router.engine == "bundled":
-        findings.append(Finding(("router",), "the bundled router names itself.", "Leave this out."))
+        findings.append(
+            Finding(("router",), "the bundled router names itself.", "Leave this out.", code="router-named")
+        )
     return findings
 
 
@@ -145,20 +188,32 @@ def _check_model_use(entry: MatrixEntry, model: Model) -> list[Finding]:
     findings = []
     if model.status == "deprecated" and entry.deprecated_model_reason is None:
         hint = "Say why it is measured all the same with deprecated-model-reason."
-        findings.append(Finding(("model",), f"'{model.name}' is deprecated: {model.deprecation}", hint))
+        findings.append(
+            Finding(
+                ("model",), f"'{model.name}' is deprecated: {model.deprecation}", hint, code="model-retired-unexplained"
+            )
+        )
     if model.status == "active" and entry.deprecated_model_reason is not None:
-        findings.append(Finding(("deprecated-model-reason",), f"'{model.name}' is active.", "Leave it out."))
+        findings.append(
+            Finding(("deprecated-model-reason",), f"'{model.name}' is active.", "Leave it out.", code="model-status")
+        )
     if entry.served_len() > model.context_length:
         message = f"{entry.served_len()} is more than the context of {model.name}, {model.context_length} tokens."
         where = ("max-model-len",) if entry.max_model_len is not None else ("scenarios",)
-        findings.append(Finding(where, message))
+        findings.append(Finding(where, message, code="context-above-model"))
     if entry.disagg and entry.roles.decode is not None and entry.roles.decode.engine == "bundled":
         need = model.architecture.kv_bytes_per_token(entry.handoff.kv_dtype) * entry.served_len()
         if need > entry.handoff.pool_mib << 20:
             message = f"{entry.handoff.pool_mib} MiB cannot hold one request of {entry.served_len()} tokens"
-            findings.append(Finding(("handoff", "pool-mib"), f"{message}: that needs {-(-need >> 20)} MiB."))
+            findings.append(
+                Finding(("handoff", "pool-mib"), f"{message}: that needs {-(-need >> 20)} MiB.", code="pool-short")
+            )
     if any(space.entry.spec_decoding == "mtp" for space in spaces(entry)) and not model.architecture.mtp_layers:
-        findings.append(Finding(("model",), f"'{model.name}' has no MTP layers, so spec-decoding: mtp cannot work."))
+        findings.append(
+            Finding(
+                ("model",), f"'{model.name}' has no MTP layers, so spec-decoding: mtp cannot work.", code="mtp-missing"
+            )
+        )
     return findings
 
 
@@ -167,10 +222,14 @@ def _check_images(entry: MatrixEntry, cluster: Cluster) -> list[Finding]:
         return []
     roles = (("prefill", entry.roles.prefill), ("decode", entry.roles.decode), ("router", entry.roles.router))
     findings = [
-        Finding(("roles", name, "image"), f"{cluster.name} has no container runtime.")
+        Finding(("roles", name, "image"), f"{cluster.name} has no container runtime.", code="image-without-runtime")
         for name, role in (*roles, ("aggregated", entry.roles.aggregated))
         if role is not None and role.image is not None
     ]
     if entry.image is not None:
-        findings.append(Finding(("image",), f"{cluster.name} has no container runtime.", "Leave it out."))
+        findings.append(
+            Finding(
+                ("image",), f"{cluster.name} has no container runtime.", "Leave it out.", code="image-without-runtime"
+            )
+        )
     return findings

@@ -29,7 +29,13 @@ def check_pairs(entry: MatrixEntry, cluster: Cluster | None) -> list[Finding]:
         findings += _check_tilert(entry, decode.args, cluster)
     findings += _check_pegainfer(entry)
     if (entry.kv_p2p_transfer == "pegaflow") != ("pegainfer" in entry.roles.engines().values() and entry.disagg):
-        findings.append(Finding(("kv-p2p-transfer",), "pegaflow is how pegainfer hands over, and only pegainfer."))
+        findings.append(
+            Finding(
+                ("kv-p2p-transfer",),
+                "pegaflow is how pegainfer hands over, and only pegainfer.",
+                code="engines-unpaired",
+            )
+        )
     return findings
 
 
@@ -38,20 +44,26 @@ def _check_tilert(entry: MatrixEntry, args: TilertDecodeArgs, cluster: Cluster |
     at: Path = ("roles", "decode", "args")
     if args.buffer_device == "cpu" and args.senders != 1:
         message = f"buffers in host memory have one sender, not {args.senders}."
-        findings.append(Finding((*at, "senders"), message, "Write senders: 1."))
+        findings.append(Finding((*at, "senders"), message, "Write senders: 1.", code="senders-with-host-buffer"))
     if entry.kv_p2p_transfer == "nixl" and args.senders != 1:
         message = "TileRT's NIXL transport keeps one device id for all senders."
-        findings.append(Finding((*at, "senders"), message, "Write senders: 1."))
+        findings.append(Finding((*at, "senders"), message, "Write senders: 1.", code="nixl-with-shards"))
     for space in spaces(entry):
         if space.entry.spec_decoding != "mtp":
             message = "TileRT's wire format carries the MTP layer: its handshake refuses a prefill without."
-            findings.append(Finding((*space.path, "spec-decoding"), message, "Write spec-decoding: mtp."))
+            findings.append(
+                Finding(
+                    (*space.path, "spec-decoding"), message, "Write spec-decoding: mtp.", code="prefill-without-mtp"
+                )
+            )
     prefill = entry.roles.prefill
     if prefill is not None and isinstance(prefill.args, VllmArgs):
         findings += _check_tilert_after_vllm(entry, prefill.args, cluster)
         for name in ("queue-depth", "reasoning-parser", "tool-call-parser", "mtp-model"):
             if getattr(args, name.replace("-", "_")) is not None:
-                findings.append(Finding((*at, name), "is for SGLang prefill only.", "Leave it out."))
+                findings.append(
+                    Finding((*at, name), "is for SGLang prefill only.", "Leave it out.", code="argument-unused")
+                )
     if prefill is not None and isinstance(prefill.args, SglangArgs):
         findings += _check_tilert_after_sglang(entry, prefill.args)
     return findings + _check_tilert_load(entry, args)
@@ -63,23 +75,27 @@ def _check_tilert_after_vllm(entry: MatrixEntry, args: VllmArgs, cluster: Cluste
     allowed = TILERT_KV.get(entry.handoff.kv_dtype)
     if allowed is None:
         message = f"TileRT takes {' or '.join(TILERT_KV)} rows; {entry.handoff.kv_dtype} has their stride at best."
-        findings.append(Finding(("handoff", "kv-dtype"), message))
+        findings.append(Finding(("handoff", "kv-dtype"), message, code="kv-float16"))
     elif args.kv_cache_dtype not in allowed:
         message = f"{args.kv_cache_dtype} is not what decode expects with handoff.kv-dtype {entry.handoff.kv_dtype}."
-        findings.append(Finding((*at, "kv-cache-dtype"), message, f"Write {allowed[-1]}."))
+        findings.append(Finding((*at, "kv-cache-dtype"), message, f"Write {allowed[-1]}.", code="kv-dtype-unpaired"))
     if args.dtype == "float16":
         message = "float16 rows have bfloat16's stride, so they pass the handshake and are misread."
-        findings.append(Finding((*at, "dtype"), message, "Write bfloat16."))
+        findings.append(Finding((*at, "dtype"), message, "Write bfloat16.", code="kv-float16"))
     rocm = cluster is not None and cluster.gpu is not None and cluster.gpu.vendor == "amd"
     if rocm and args.block_size != KV_PAGE:
         message = "vLLM on ROCm picks blocks of 1 token, and TileRT's connector copies pages of 64."
-        findings.append(Finding((*at, "block-size"), message, f"Write block-size: {KV_PAGE}."))
+        findings.append(
+            Finding((*at, "block-size"), message, f"Write block-size: {KV_PAGE}.", code="block-size-implicit")
+        )
     if rocm and entry.handoff.kv_dtype == "fp8":
         message = "vLLM on ROCm has no fp8_ds_mla; its plain fp8 rows are 576 bytes, TileRT's are 656."
-        findings.append(Finding(("handoff", "kv-dtype"), message, "Write bfloat16."))
+        findings.append(Finding(("handoff", "kv-dtype"), message, "Write bfloat16.", code="kv-stride-unknown"))
     if not args.enforce_eager:
         message = "full graphs do not run the hooks that send layer by layer."
-        findings.append(Finding((*at, "enforce-eager"), message, "Write enforce-eager: true."))
+        findings.append(
+            Finding((*at, "enforce-eager"), message, "Write enforce-eager: true.", code="graphs-hide-layers")
+        )
     return findings
 
 
@@ -88,13 +104,22 @@ def _check_tilert_after_sglang(entry: MatrixEntry, args: SglangArgs) -> list[Fin
     at: Path = ("roles", "prefill", "args")
     if not args.layer_split:
         message = "TileRT takes the layout of a layer-split prefill only."
-        findings.append(Finding((*at, "layer-split"), message, "Write layer-split: true."))
+        findings.append(
+            Finding((*at, "layer-split"), message, "Write layer-split: true.", code="prefill-not-layer-split")
+        )
     if args.layer_split and args.warmup:
-        findings.append(Finding((*at, "warmup"), "a layer-split prefill rejects the warm-up.", "Write warmup: false."))
+        findings.append(
+            Finding(
+                (*at, "warmup"),
+                "a layer-split prefill rejects the warm-up.",
+                "Write warmup: false.",
+                code="warmup-rejected",
+            )
+        )
     allowed = SGLANG_KV.get(entry.handoff.kv_dtype, ())
     if args.kv_cache_dtype not in allowed:
         message = f"{args.kv_cache_dtype} is not what decode expects with handoff.kv-dtype {entry.handoff.kv_dtype}."
-        findings.append(Finding((*at, "kv-cache-dtype"), message))
+        findings.append(Finding((*at, "kv-cache-dtype"), message, code="kv-dtype-unpaired"))
     return findings
 
 
@@ -112,7 +137,9 @@ def _check_tilert_load(entry: MatrixEntry, args: TilertDecodeArgs) -> list[Findi
         for conc in space.entry.concurrencies():
             if conc > capacity:
                 message = f"concurrency {conc} is more than the TileRT decodes take ({capacity}): requests get 429."
-                findings.append(Finding(space.path, message, "Add decode workers or lower it."))
+                findings.append(
+                    Finding(space.path, message, "Add decode workers or lower it.", code="concurrency-over-capacity")
+                )
     return findings
 
 
@@ -123,7 +150,13 @@ def _check_escape(entry: MatrixEntry) -> list[Finding]:
         if role is None:
             continue
         if entry.escape_seed is not None and not _can_escape(role.args):
-            findings.append(Finding(("escape-seed",), f"{role.engine} as {name} has no escaped control tokens."))
+            findings.append(
+                Finding(
+                    ("escape-seed",),
+                    f"{role.engine} as {name} has no escaped control tokens.",
+                    code="escape-seed-unpaired",
+                )
+            )
             continue
         for key in ("reasoning-parser", "tool-call-parser"):
             parser = getattr(role.args, key.replace("-", "_"), None)
@@ -132,7 +165,7 @@ def _check_escape(entry: MatrixEntry) -> list[Finding]:
             if (entry.escape_seed is not None) != (parser in ESCAPE_PARSERS):
                 message = f"'{parser}' and escape-seed do not go together: names and texts would carry hash marks."
                 hint = f"With a seed use {' or '.join(ESCAPE_PARSERS)}, without one glm45 or glm47."
-                findings.append(Finding(("roles", name, "args", key), message, hint))
+                findings.append(Finding(("roles", name, "args", key), message, hint, code="parser-seed-mismatch"))
     return findings
 
 
@@ -148,8 +181,15 @@ def _check_pegainfer(entry: MatrixEntry) -> list[Finding]:
             continue
         if entry.max_model_len is None:
             message = "pegainfer over-commits memory and fails at start when it has to find the length itself."
-            findings.append(Finding(("max-model-len",), message, "Give it."))
+            findings.append(Finding(("max-model-len",), message, "Give it.", code="context-not-explicit"))
         if entry.disagg and (role.args.host_kv_gib or 0) < MIN_HOST_KV_GIB:
             message = f"a pool under {MIN_HOST_KV_GIB} GiB rejects requests after 15 s each under load."
-            findings.append(Finding(("roles", name, "args", "host-kv-gib"), message, "Give most of the node's memory."))
+            findings.append(
+                Finding(
+                    ("roles", name, "args", "host-kv-gib"),
+                    message,
+                    "Give most of the node's memory.",
+                    code="host-pool-short",
+                )
+            )
     return findings

@@ -19,6 +19,7 @@ class Finding(NamedTuple):
     path: Path
     message: str
     hint: str = ""
+    code: str = "recipe-rule"
 
 
 def check_topology(path: Path, space: SearchSpaceEntry, model: Model | None, cluster: Cluster) -> list[Finding]:
@@ -33,7 +34,7 @@ def check_topology(path: Path, space: SearchSpaceEntry, model: Model | None, clu
             findings += _check_architecture(at, worker, model) if model is not None else []
         if worker.hardware is not None and worker.hardware != cluster.hardware:
             message = f"'{worker.hardware}' is not what {cluster.name} has ({cluster.hardware})."
-            findings.append(Finding((*at, "hardware"), message))
+            findings.append(Finding((*at, "hardware"), message, code="hardware-mismatch"))
     return findings
 
 
@@ -84,7 +85,9 @@ def place(groups: Sequence[Sequence[Parallelism]], gpus_per_node: int, *, apart:
 
 def _check_cpu(at: Path, worker: WorkerConfig, cluster: Cluster) -> list[Finding]:
     return [
-        Finding((*at, name), f"{name} {value} needs GPUs; {cluster.name} has none.", "It must be 1.")
+        Finding(
+            (*at, name), f"{name} {value} needs GPUs; {cluster.name} has none.", "It must be 1.", code="gpus-on-cpu"
+        )
         for name, value in (
             ("tp", worker.tp),
             ("pp", worker.pp),
@@ -101,19 +104,21 @@ def _check_gpus(at: Path, worker: WorkerConfig, cluster: Cluster) -> list[Findin
     if need <= per_node or need % per_node == 0:
         return []
     message = f"tp*pp*pcp-size = {need} is more than the {per_node} GPUs of a node and no multiple of them."
-    return [Finding((*at, "tp"), message)]
+    return [Finding((*at, "tp"), message, code="gpus-over-node")]
 
 
 def _check_divisibility(at: Path, worker: WorkerConfig) -> list[Finding]:
     findings = []
     if worker.tp % worker.dcp_size:
         message = f"tp ({worker.tp}) must be divisible by dcp-size ({worker.dcp_size})."
-        findings.append(Finding((*at, "dcp-size"), message))
+        findings.append(Finding((*at, "dcp-size"), message, code="parallelism"))
     if (worker.tp * worker.pcp_size) % worker.ep:
         message = f"tp*pcp-size ({worker.tp * worker.pcp_size}) must be divisible by ep ({worker.ep})."
-        findings.append(Finding((*at, "ep"), message))
+        findings.append(Finding((*at, "ep"), message, code="parallelism"))
     if worker.dp_attn and worker.tp == 1:
-        findings.append(Finding((*at, "dp-attn"), "needs tp > 1: it spreads attention over the tp group."))
+        findings.append(
+            Finding((*at, "dp-attn"), "needs tp > 1: it spreads attention over the tp group.", code="parallelism")
+        )
     return findings
 
 
@@ -122,12 +127,14 @@ def _check_architecture(at: Path, worker: WorkerConfig, model: Model) -> list[Fi
     architecture = model.architecture
     if not worker.dp_attn and architecture.attention.heads % worker.tp:
         message = f"the {architecture.attention.heads} heads of {model.name} do not divide over tp {worker.tp}."
-        findings.append(Finding((*at, "tp"), message))
+        findings.append(Finding((*at, "tp"), message, code="parallelism"))
     if worker.pp > architecture.layers:
-        findings.append(Finding((*at, "pp"), f"{model.name} has only {architecture.layers} layers."))
+        findings.append(
+            Finding((*at, "pp"), f"{model.name} has only {architecture.layers} layers.", code="parallelism")
+        )
     if worker.ep > 1 and architecture.moe is None:
-        findings.append(Finding((*at, "ep"), f"{model.name} has no experts.", "It must be 1."))
+        findings.append(Finding((*at, "ep"), f"{model.name} has no experts.", "It must be 1.", code="parallelism"))
     if architecture.moe is not None and architecture.moe.experts % worker.ep:
         message = f"the {architecture.moe.experts} experts of {model.name} do not divide over ep {worker.ep}."
-        findings.append(Finding((*at, "ep"), message))
+        findings.append(Finding((*at, "ep"), message, code="parallelism"))
     return findings

@@ -28,6 +28,7 @@ class Problem(NamedTuple):
     path: str
     message: str
     hint: str = ""
+    code: str = "wrong-form"
 
     def __str__(self) -> str:
         where = f"{self.file}:{self.line}:{self.column}" if self.line else self.file
@@ -86,19 +87,21 @@ class Document:
             mark = error.problem_mark or error.context_mark
             line, column = (mark.line + 1, mark.column + 1) if mark else (0, 0)
             message = "; ".join(part for part in (error.context, error.problem) if part)
-            raise ConfigError([Problem(name, line, column, "", f"not valid YAML: {message}")]) from None
+            raise ConfigError(
+                [Problem(name, line, column, "", f"not valid YAML: {message}", code="not-yaml")]
+            ) from None
         except (YAMLError, ValueError, OverflowError, RecursionError) as error:
             reason = "nested too deeply" if isinstance(error, RecursionError) else str(error).splitlines()[0]
-            raise ConfigError([Problem(name, 0, 0, "", f"not valid YAML: {reason}")]) from None
+            raise ConfigError([Problem(name, 0, 0, "", f"not valid YAML: {reason}", code="not-yaml")]) from None
         return cls(file, data, positions, problems)
 
-    def problem(self, path: YamlPath, message: str, hint: str = "") -> Problem:
+    def problem(self, path: YamlPath, message: str, hint: str = "", code: str = "wrong-form") -> Problem:
         """A problem at ``path``, or at the nearest parent that the file spells out."""
         known = path
         while known and known not in self._positions:
             known = known[:-1]
         line, column = self._positions.get(known, (1, 1))
-        return Problem(self.name, line, column, dotted(path), message, hint)
+        return Problem(self.name, line, column, dotted(path), message, hint, code)
 
 
 class _Walk:
@@ -124,7 +127,9 @@ class _Walk:
         for key_node, value_node in node.value:
             line, column = _position(key_node)
             if not isinstance(key_node, ScalarNode):
-                self.problems.append(Problem(self.file, line, column, dotted(path), "a key must be a plain string"))
+                self.problems.append(
+                    Problem(self.file, line, column, dotted(path), "a key must be a plain string", code="not-yaml")
+                )
                 continue
             key = str(key_node.value)
             if key_node.tag == "tag:yaml.org,2002:merge":
@@ -133,11 +138,13 @@ class _Walk:
             if key_node.tag != "tag:yaml.org,2002:str":
                 hint = f'Write it in quotes: "{key}".'
                 self.problems.append(
-                    Problem(self.file, line, column, dotted((*path, key)), "keys must be strings.", hint)
+                    Problem(self.file, line, column, dotted((*path, key)), "keys must be strings.", hint, "wrong-type")
                 )
             if key in seen:
                 message = f"duplicate key, first written in line {seen[key]}."
-                self.problems.append(Problem(self.file, line, column, dotted((*path, key)), message, "Keep one."))
+                self.problems.append(
+                    Problem(self.file, line, column, dotted((*path, key)), message, "Keep one.", "duplicate-key")
+                )
                 continue
             seen[key] = line
             self.positions[(*path, key)] = (line, column)
@@ -159,14 +166,20 @@ def _read_text(file: Path) -> str:
     name = display_name(file)
     try:
         if file.stat().st_size > MAX_FILE_BYTES:
-            raise ConfigError([Problem(name, 0, 0, "", f"larger than {MAX_FILE_BYTES} bytes: not a recipe")])
+            raise ConfigError(
+                [Problem(name, 0, 0, "", f"larger than {MAX_FILE_BYTES} bytes: not a recipe", code="file-unreadable")]
+            )
         return file.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError([Problem(name, 0, 0, "", f"not UTF-8 text: {error.reason} at byte {error.start}")]) from None
+        raise ConfigError(
+            [Problem(name, 0, 0, "", f"not UTF-8 text: {error.reason} at byte {error.start}", code="file-unreadable")]
+        ) from None
     except FileNotFoundError:
-        raise ConfigError([Problem(name, 0, 0, "", "no such file.", _siblings(file))]) from None
+        raise ConfigError([Problem(name, 0, 0, "", "no such file.", _siblings(file), "file-unreadable")]) from None
     except OSError as error:
-        raise ConfigError([Problem(name, 0, 0, "", f"cannot be read: {error.strerror}")]) from None
+        raise ConfigError(
+            [Problem(name, 0, 0, "", f"cannot be read: {error.strerror}", code="file-unreadable")]
+        ) from None
 
 
 def _siblings(file: Path) -> str:

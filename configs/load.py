@@ -104,10 +104,12 @@ def _load_entry(document: Document, key: str, data: Any, names: _Names) -> tuple
     at = ("entries", key)
     problems = []
     if any(character in key for character in WILDCARDS):
-        problems.append(document.problem(at, "a key must not hold the wildcards * ? [.", "They select keys in --only."))
+        problems.append(
+            document.problem(at, "a key must not hold the wildcards * ? [.", "They select keys in --only.", "key-form")
+        )
     elif not KEY.fullmatch(key):
         message = "a key is at most 100 letters, digits, '.', '_' and '-', as it names folders."
-        problems.append(document.problem(at, message))
+        problems.append(document.problem(at, message, code="key-form"))
     entry, found = validate(MatrixEntry, data, document, at)
     problems += found
     raw = data if isinstance(data, dict) else {}
@@ -130,7 +132,9 @@ def _lookup(
         return None, []  # the schema has said so already
     files = names.files("models" if kind is Model else "clusters")
     if name not in files:
-        return None, [document.problem(at, f"unknown {kind.__name__.lower()} '{name}'.", suggestion(name, files))]
+        return None, [
+            document.problem(at, f"unknown {kind.__name__.lower()} '{name}'.", suggestion(name, files), "unknown-name")
+        ]
     try:
         return names.load(files[name], kind), []
     except ConfigError as error:
@@ -143,7 +147,7 @@ def _load_named(file: Path, kind: type[N]) -> N:
     problems += document.problems
     if loaded is not None:
         if loaded.name != file.stem:
-            problems.append(document.problem(("name",), f"must equal the file name, '{file.stem}'."))
+            problems.append(document.problem(("name",), f"must equal the file name, '{file.stem}'.", code="key-form"))
         findings = check_model(loaded) if isinstance(loaded, Model) else check_cluster(loaded)
         problems += _place(document, (), findings)
     if problems or loaded is None:
@@ -152,4 +156,4 @@ def _load_named(file: Path, kind: type[N]) -> N:
 
 
 def _place(document: Document, at: tuple[str, ...], findings: list[Finding]) -> list[Problem]:
-    return [document.problem((*at, *finding.path), finding.message, finding.hint) for finding in findings]
+    return [document.problem((*at, *finding.path), finding.message, finding.hint, finding.code) for finding in findings]

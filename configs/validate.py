@@ -62,29 +62,35 @@ def _translate(schema: type[BaseModel], data: Any, details: ErrorDetails, docume
     path, owner, field = _locate(schema, data, location)
     where = (*at, *path)
     if kind == "extra_forbidden":
-        return document.problem(where, "unknown key.", suggestion(str(path[-1]), _keys(owner)))
+        return document.problem(where, "unknown key.", suggestion(str(path[-1]), _keys(owner)), "unknown-key")
     if kind == "missing":
-        return document.problem(where[:-1], f"'{where[-1]}' is missing.", _describe(owner, str(path[-1])))
+        return document.problem(
+            where[:-1], f"'{where[-1]}' is missing.", _describe(owner, str(path[-1])), "missing-key"
+        )
     if kind == "union_tag_invalid":
         tag = str(context.get("tag"))
         allowed = [part.strip(" '") for part in str(context.get("expected_tags", "")).split(",")]
         key = str(context.get("discriminator", "")).strip("'")
-        return document.problem((*where, key), f"'{tag}' is not possible here.", _choice(tag, allowed))
+        return document.problem(
+            (*where, key), f"'{tag}' is not possible here.", _choice(tag, allowed), "unknown-choice"
+        )
     if kind == "union_tag_not_found":
         key = str(context.get("discriminator", "")).strip("'")
-        return document.problem(where, f"'{key}' is missing.", "It says which kind this is.")
+        return document.problem(where, f"'{key}' is missing.", "It says which kind this is.", "missing-key")
     if kind == "literal_error":
-        return document.problem(where, f"{_show(value)} is not possible here.", _literal_choice(value, field))
+        return document.problem(
+            where, f"{_show(value)} is not possible here.", _literal_choice(value, field), "unknown-choice"
+        )
     if kind in _TYPE_NAMES:
         quote = ' Write it in quotes: "' + str(value) + '".' if kind == "string_type" and _is_scalar(value) else ""
-        return document.problem(where, f"must be {_TYPE_NAMES[kind]}, not {_show(value)}.{quote}")
+        return document.problem(where, f"must be {_TYPE_NAMES[kind]}, not {_show(value)}.{quote}", code="wrong-type")
     if kind in _BOUNDS:
         key, words = _BOUNDS[kind]
-        return document.problem(where, f"must be {words} {context.get(key)}, not {_show(value)}.")
+        return document.problem(where, f"must be {words} {context.get(key)}, not {_show(value)}.", code="out-of-range")
     if kind == "string_pattern_mismatch":
         return document.problem(where, f"{_show(value)} does not match {context.get('pattern')}.")
     if kind in ("too_short", "string_too_short"):
-        return document.problem(where, "must not be empty.")
+        return document.problem(where, "must not be empty.", code="out-of-range")
     return document.problem(where, f"{details['msg']}.")
 
 
