@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from serve.openai import Endpoint, RequestError
+from serve.openai import Endpoint, RequestError, refuse_unsupported
 
 # A string, an array without nesting, or a bracket. Possessive, so that a hostile string costs time in proportion
 # to its length and no memory. Only ever applied to bytes that orjson has accepted.
@@ -58,6 +58,7 @@ class Generation:
         prompt = fields.get("prompt")
         if isinstance(prompt, list) and len(prompt) != 1 and not all(type(token) is int for token in prompt):
             raise _refuse("prompt", "must be one prompt: one request is one hand-off")
+        refuse_unsupported(fields)  # what decode would refuse must not cost a prefill first
         given = [fields[name] for name in _LIMITS if fields.get(name) is not None]
         return cls(body, fields, Endpoint(path), bool(stream), given[0] if given else None)
 
@@ -66,9 +67,6 @@ class Generation:
         limits = [name for name in _LIMITS if self.fields.get(name) is not None] or ["max_tokens"]
         members: dict[str, Any] = {name: 1 for name in limits}
         members |= {"stream": False, "return_token_ids": True}
-        least = self.fields.get("min_tokens")
-        if type(least) is int and least > 1:
-            members["min_tokens"] = 1  # more than max_tokens is refused by vLLM; 1 still forbids an EOS first token
         if kv_params is not None:
             members[KV_PARAMS] = kv_params
         drop = [name for name in ("stream_options", *_LIMITS, *members) if name in self.fields]

@@ -85,11 +85,11 @@ def test_big_integers_and_unknown_fields_reach_both_hops_as_written():
 
 
 def test_hop_1_asks_for_one_token_that_is_not_streamed():
-    body = b'{"max_tokens":9,"stream":true,"stream_options":{"include_usage":true},"min_tokens":4,"x":1,"max_tokens":8}'
+    body = b'{"max_tokens":9,"stream":true,"stream_options":{"include_usage":true},"x":1,"max_tokens":8}'
     hop_1 = Generation.parse(PATH, body).prefill_body(KV)
     assert hop_1.count(b"max_tokens") == 1
     assert json.loads(hop_1) == {
-        "x": 1, "max_tokens": 1, "min_tokens": 1, "stream": False, "return_token_ids": True, "kv_transfer_params": KV,
+        "x": 1, "max_tokens": 1, "stream": False, "return_token_ids": True, "kv_transfer_params": KV,
     }  # fmt: skip
 
 
@@ -106,7 +106,7 @@ def test_max_completion_tokens_goes_before_max_tokens():
     "body",
     [
         b"", b"{", b"[]", b"3", b'"x"', b"\xff", b'{"a":NaN}', b'{"kv_transfer_params":null}', b'{"stream":1}',
-        b'{"kv_transfer_p\\u0061rams":{}}', b'{"max_tokens":0}', b'{"max_tokens":"5"}', b'{"max_tokens":true}',
+        b'{"kv_transfer_p\\u0061rams":{}}', b'{"max_tokens":0}', b'{"max_tokens":"5"}', b'{"max_tokens":true}', b'{"min_tokens":4}', b'{"logprobs":2}',
         b'{"n":2}', b'{"prompt":["a","b"]}', b'{"a":' + b"[" * 5000 + b"]" * 5000 + b"}",
     ],
 )  # fmt: skip
