@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--transport", default="mooncake", choices=["mooncake", "nixl"])
     p.add_argument("--protocol", default="tcp", help="of the transport: tcp, rdma, ucx (default %(default)s)")
     p.add_argument("--handoff-deadline-s", type=_seconds, default=60.0, help="longest wait for a KV cache or a place")
-    p.add_argument("--quarantine-s", type=_seconds, default=30.0, help="how long an aborted slot is kept from reuse")
+    p.add_argument("--quarantine-s", type=_seconds, default=60.0, help="how long an aborted slot is kept from reuse")
     p.add_argument("--step-deadline-s", type=_seconds, default=120.0, help="longest wait for a decode step")
     p.add_argument("--stage-log", type=Path, default=None, metavar="PATH", help="append one JSON line a request")
     p.add_argument("--allow-local-prefill", action="store_true", help="also serve requests that have no hand-off")
