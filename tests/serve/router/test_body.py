@@ -106,7 +106,8 @@ def test_max_completion_tokens_goes_before_max_tokens():
     "body",
     [
         b"", b"{", b"[]", b"3", b'"x"', b"\xff", b'{"a":NaN}', b'{"kv_transfer_params":null}', b'{"stream":1}',
-        b'{"kv_transfer_p\\u0061rams":{}}', b'{"max_tokens":0}', b'{"max_tokens":"5"}', b'{"max_tokens":true}', b'{"min_tokens":4}', b'{"logprobs":2}',
+        b'{"kv_transfer_p\\u0061rams":{}}', b'{"max_tokens":0}', b'{"max_tokens":"5"}', b'{"max_tokens":true}',
+        b'{"min_tokens":4}', b'{"logprobs":2}',
         b'{"n":2}', b'{"prompt":["a","b"]}', b'{"a":' + b"[" * 5000 + b"]" * 5000 + b"}",
     ],
 )  # fmt: skip
