@@ -22,7 +22,7 @@ from configs.job import CanarySpec, EngineName, Limits, Parallelism
 from configs.model import KvDtype, Precision
 
 Concurrency = Annotated[int, Field(gt=0, le=65536)]
-PinnedPackage = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+(\[[A-Za-z0-9,._-]+\])?(==|>=)[0-9][A-Za-z0-9.+_-]*$")]
+PinnedPackage = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+(\[[A-Za-z0-9,._-]+\])?==[0-9][A-Za-z0-9.+_-]*$")]
 Framework = Literal["baton", "vllm", "sglang", "tilert", "pegainfer"]
 MAX_CONCURRENCIES = 256
 
@@ -40,6 +40,9 @@ class _Role(Strict):
     image: str | None = Field(default=None, min_length=1, description="Container image; null is the entry's image.")
     version: str | None = Field(
         default=None, min_length=1, description="Version of the engine inside the image; written to every row."
+    )
+    python: str | None = Field(
+        default=None, min_length=1, description="Interpreter inside the image; null is python3 on its PATH."
     )
     packages: tuple[PinnedPackage, ...] = Field(
         default=(),

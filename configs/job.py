@@ -102,6 +102,7 @@ class ProcessSpec(Strict):
     role: RoleName = Field(description="What it does in the job.")
     index: int = Field(ge=0, description="Number of the process within its role.")
     engine: EngineName = Field(description="Engine that plays the role.")
+    version: str | None = Field(default=None, description="Version of the engine that the recipe states.")
     node: int = Field(ge=0, description="Index of the node within the allocation.")
     gpus: tuple[int, ...] = Field(default=(), description="GPU indices on that node; empty on a CPU.")
     image: str | None = Field(default=None, description="Container image, or null for this environment.")

@@ -7,7 +7,12 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
-from configs.job import JobSpec, Parallelism, PointSpec, ProcessSpec
+from configs.engine_args import limitation
+from configs.job import JobSpec, Parallelism, PointSpec, PrepareStep, ProcessSpec
+from runners.estimate import duration, estimate
+from runners.memory import MemoryUnknown, plan_memory
+
+MASK_VARIABLE = {"nvidia": "CUDA_VISIBLE_DEVICES", "amd": "ROCR_VISIBLE_DEVICES"}
 
 
 def render(spec: JobSpec) -> str:
@@ -29,7 +34,11 @@ def to_json(spec: JobSpec) -> dict[str, Any]:
         "num-gpus": spec.num_gpus,
         "versions": dict(sorted(spec.versions.items())),
         "folders": folders(spec),
+        "acceptance": spec.acceptance.model_dump(mode="json", by_alias=True),
         "processes": [_process_json(spec, process) for process in spec.processes],
+        "memory": memory_json(spec),
+        "estimate": {"about-s": estimate(spec).about, "at-most-s": estimate(spec).at_most},
+        "notes": notes(spec),
         "expected": expected_results(spec),
         "points": [point.model_dump(mode="json", by_alias=True) for point in spec.points],
     }
@@ -49,10 +58,55 @@ def folders(spec: JobSpec) -> list[str]:
 
 
 def command(spec: JobSpec, process: ProcessSpec) -> str:
-    """One line for a POSIX shell that starts the process as the orchestrator does, in a subshell."""
-    env = [f"{name}={shlex.quote(value)}" for name, value in sorted(_env(spec, process).items())]
-    argv = [shlex.quote(_text(spec, part)) for part in process.argv]
-    return f"(cd {shlex.quote(_text(spec, process.cwd))} && {' '.join([*env, 'exec', *argv])})"
+    """One line for a POSIX shell that starts the process as the orchestrator does, in a subshell. With an image, it is
+    the line to run inside that image."""
+    return _shell(spec, process, process.argv)
+
+
+def mask(spec: JobSpec, process: ProcessSpec) -> dict[str, str]:
+    """The variable that shows a process its GPUs and no others; empty for one that has none."""
+    gpu = spec.cluster_profile.get("gpu")
+    return {MASK_VARIABLE[gpu["vendor"]]: ",".join(map(str, process.gpus))} if gpu and process.gpus else {}
+
+
+def mounts(spec: JobSpec, process: ProcessSpec) -> list[dict[str, Any]]:
+    """What an image sees of its node; empty for a process without one. Our own folders keep their paths inside."""
+    if process.image is None:
+        return []
+    own = [("@run@", False), ("@repo@", True)]
+    if any("@model@" in text for text in (*process.argv, *process.reads)):
+        own.append(("@model@", True))
+    if any("@converted@" in text for text in process.argv):
+        own.append(("@converted@", not process.prepare))
+    found = [{"source": _text(spec, path), "target": _text(spec, path), "read-only": only} for path, only in own]
+    return [*found, *spec.cluster_profile["container"]["mounts"]]
+
+
+def memory_json(spec: JobSpec) -> dict[str, Any] | None:
+    """The memory tables as data; None for an engine or model whose bytes are not known."""
+    try:
+        return plan_memory(spec).to_json()
+    except MemoryUnknown:
+        return None
+
+
+def notes(spec: JobSpec) -> list[str]:
+    """What a reader must know before starting this: limits of this version, provisional figures."""
+    found = []
+    engines = {process.role: process.engine for process in spec.processes}
+    reason = limitation(engines.get("prefill"), engines.get("decode"), engines.get("router"))
+    if reason is not None:
+        found.append(reason)
+    if spec.acceptance.provisional:
+        found.append(f"the acceptance curve {spec.acceptance.curve} is provisional: it was not measured on this model.")
+    return found
+
+
+def _shell(spec: JobSpec, process: ProcessSpec, argv: tuple[str, ...]) -> str:
+    variables = sorted({**mask(spec, process), **_env(spec, process)}.items())
+    env = [f"{name}={shlex.quote(value)}" for name, value in variables]
+    words = [shlex.quote(_text(spec, part)) for part in argv]
+    return f"(cd {shlex.quote(_text(spec, process.cwd))} && {' '.join([*env, 'exec', *words])})"
 
 
 def _lines(spec: JobSpec) -> Iterator[str]:
@@ -72,7 +126,9 @@ def _lines(spec: JobSpec) -> Iterator[str]:
         detail = (
             f"pool {handoff.pool_bytes} bytes, staging {handoff.staging_bytes} bytes, deadline {handoff.deadline_s:g} s"
         )
-        yield _field("hand-off", f"{handoff.transport} {handoff.protocol}, KV {handoff.kv_dtype}, {detail}")
+        ours = any(process.engine == "bundled" and process.role == "decode" for process in spec.processes)
+        shown = f", {detail}" if ours else f", deadline {handoff.deadline_s:g} s"
+        yield _field("hand-off", f"{handoff.transport} {handoff.protocol}, KV {handoff.kv_dtype}{shown}")
     yield _field("speculation", _speculation(spec))
     yield _field("versions", ", ".join(f"{name} {version}" for name, version in sorted(spec.versions.items())))
     yield ""
@@ -86,21 +142,47 @@ def _lines(spec: JobSpec) -> Iterator[str]:
     yield f"expected results ({len(spec.points)})"
     for point, path in zip(spec.points, expected_results(spec), strict=True):
         yield f"  {path}  {_point(point)}"
+    yield ""
+    yield "memory"
+    yield from _memory_lines(spec)
+    yield ""
+    yield "time"
+    times = estimate(spec)
+    for phase, seconds in times.about.items():
+        yield _field(phase, f"about {duration(seconds)}, at most {duration(times.at_most[phase])}")
+    yield _field("in all", f"about {duration(times.about_s)}, at most {duration(times.at_most_s)}")
+    for note in notes(spec):
+        yield ""
+        yield f"note: {note}"
+
+
+def _memory_lines(spec: JobSpec) -> Iterator[str]:
+    try:
+        yield from (f"  {line}" for line in plan_memory(spec).lines())
+    except MemoryUnknown as error:
+        yield f"  not known: {error}"
 
 
 def _process_lines(spec: JobSpec, process: ProcessSpec) -> Iterator[str]:
     yield f"  {process.name}"
     yield _field("role", f"{process.role}, engine {process.engine}", 4)
     yield _field("node", f"{process.node}, GPUs {','.join(map(str, process.gpus)) or 'none'}", 4)
+    if variable := mask(spec, process):
+        yield _field("mask", " ".join(f"{name}={value}" for name, value in variable.items()), 4)
     if process.image:
         yield _field("image", process.image, 4)
-    yield _field("listens", ", ".join(f"{port} {_address(spec, process, port)}" for port in process.ports), 4)
+        yield _field("mounts", ", ".join(_mount(item) for item in mounts(spec, process)), 4)
+    listens = ", ".join(f"{port} {_address(spec, process, port)}" for port in process.ports)
+    yield _field("listens", listens or "nothing", 4)
     ready = process.readiness
-    address = _address(spec, process, ready.port)
+    address = _address(spec, spec.process(ready.process or process.name), ready.port)
     yield _field("ready", f"GET http://{address}{ready.path} within {ready.timeout_s:g} s", 4)
     yield _field("reads", ", ".join(_text(spec, path) for path in process.reads) or "nothing", 4)
     yield _field("writes", ", ".join(_text(spec, path) for path in process.writes) or "nothing", 4)
     yield _field("log", _text(spec, process.log), 4)
+    for step in process.prepare:
+        yield f"    {step.name} first, unless {_text(spec, step.creates)} is there"
+        yield _shell(spec, process, step.argv)
     yield "    command"
     yield command(spec, process)
 
@@ -113,6 +195,9 @@ def _process_json(spec: JobSpec, process: ProcessSpec) -> dict[str, Any]:
         "node": process.node,
         "gpus": list(process.gpus),
         "image": process.image,
+        "mask": mask(spec, process),
+        "mounts": mounts(spec, process),
+        "prepare": [_step_json(spec, process, step) for step in process.prepare],
         "cwd": _text(spec, process.cwd),
         "env": dict(sorted(_env(spec, process).items())),
         "argv": [_text(spec, part) for part in process.argv],
@@ -123,6 +208,21 @@ def _process_json(spec: JobSpec, process: ProcessSpec) -> dict[str, Any]:
         "writes": [_text(spec, path) for path in process.writes],
         "log": _text(spec, process.log),
     }
+
+
+def _step_json(spec: JobSpec, process: ProcessSpec, step: PrepareStep) -> dict[str, Any]:
+    return {
+        "name": step.name,
+        "argv": [_text(spec, part) for part in step.argv],
+        "command": _shell(spec, process, step.argv),
+        "creates": _text(spec, step.creates),
+        "shared": step.shared,
+    }
+
+
+def _mount(item: dict[str, Any]) -> str:
+    where = item["source"] if item["source"] == item["target"] else f"{item['source']} at {item['target']}"
+    return f"{where} ({'read' if item['read-only'] else 'write'})"
 
 
 def _text(spec: JobSpec, text: str) -> str:
@@ -150,7 +250,10 @@ def _parallelism(worker: Parallelism) -> str:
 def _speculation(spec: JobSpec) -> str:
     if spec.spec_decoding == "none":
         return "none"
-    return f"{spec.spec_decoding}, draft depth {spec.acceptance.draft_depth}, acceptance {spec.acceptance.mode}"
+    text = f"{spec.spec_decoding}, draft depth {spec.acceptance.draft_depth}, acceptance {spec.acceptance.mode}"
+    if spec.acceptance.mode == "real":
+        return text
+    return f"{text} to a mean length of {spec.acceptance.target_length:g} from {spec.acceptance.curve}"
 
 
 def _point(point: PointSpec) -> str:
@@ -160,5 +263,7 @@ def _point(point: PointSpec) -> str:
             f"gsm8k format, {point.data} data, {problems} problems, {point.num_fewshot} shots, concurrency {point.conc}"
         )
     if point.scenario == "agentic-coding":
-        return f"replay of {point.corpus.name}, {point.duration_s:g} s, concurrency {point.conc}"
+        warm = f"{point.warmup_requests_per_lane} warm-up requests a lane, pauses up to {point.idle_cap_s:g} s"
+        limit = f"contexts up to {point.max_context_tokens} tokens"
+        return f"replay of {point.corpus.name} for {point.duration_s:g} s, concurrency {point.conc}, {warm}, {limit}"
     return f"{point.requests} requests after {point.warmup_requests} warm-up, concurrency {point.conc}"

@@ -134,6 +134,7 @@ def _process(context: RoleContext, member: _Member) -> ProcessSpec:
         role=context.role,
         index=member.index,
         engine=context.config.engine,
+        version=context.config.version,
         node=member.slot.node + context.node_rank,
         gpus=context.gpus,
         image=context.image,

@@ -73,7 +73,12 @@ class RoleContext:
         """Interpreter that runs the role: the job's environment, the image's own, or this environment."""
         if self.config.packages:
             return f"{self.environment}/bin/python"
-        return "@python@" if self.image is None else "python3"
+        return self.base_python
+
+    @property
+    def base_python(self) -> str:
+        """Interpreter before the role's packages."""
+        return self.config.python or ("@python@" if self.image is None else "python3")
 
     @property
     def environment(self) -> str:
@@ -180,8 +185,7 @@ def environment_steps(context: RoleContext) -> tuple[PrepareStep, ...]:
     if not config.packages:
         return ()
     folder = context.environment
-    creator = "@python@" if context.image is None else "python3"
-    make = (creator, "-m", "venv", "--system-site-packages", folder)
+    make = (context.base_python, "-m", "venv", "--system-site-packages", folder)
     dependencies = flag("no-deps", not config.package_dependencies)
     install = (f"{folder}/bin/python", "-m", "pip", "install", "--quiet", *dependencies, *config.packages)
     done = f"{folder}/.complete"

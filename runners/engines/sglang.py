@@ -49,7 +49,8 @@ class SglangAdapter:
             context.python,
             *("-m", "sglang.launch_server"),
             *("--model-path", "@model@"),
-            *("--served-model-name", context.model_id),
+            # The overlay's guide knows no such flag; its router passes bodies on whatever they name.
+            *flag("served-model-name", None if args.build == "zai-glm5" else context.model_id),
             *("--host", context.host),
             *("--port", context.port()),
             *flag("trust-remote-code", args.trust_remote_code),

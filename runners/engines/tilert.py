@@ -172,6 +172,7 @@ def _conversion(context: RoleContext) -> tuple[PrepareStep, ...]:
         if mtp is not None:
             commands.append((*module, "--model_dir", f"@models@/{mtp}", "--save_dir", target, "--append_mtp"))
     done = f"{target}/.complete"
+    commands.insert(0, ("mkdir", "-p", target))
     commands += [("find", "@model@", *NO_WEIGHTS, *("-exec", "cp", "-n", "{}", target, ";")), ("touch", done)]
     script = " && ".join(shlex.join(command) for command in commands)
     return (PrepareStep(name="convert", argv=("sh", "-c", script), creates=done, shared=True),)
