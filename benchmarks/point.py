@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from benchmarks import provenance
 from benchmarks.records import DEFINITIONS_VERSION
 from benchmarks.result import RESULT_SCHEMA_VERSION, ResultError
 from benchmarks.verdict import Verdict
@@ -41,6 +42,7 @@ class PointResult(BaseModel):
     stages: dict[str, Any]
     client: dict[str, Any]
     artifacts: list[str]
+    provenance: dict[str, Any] = Field(default_factory=dict, description="See benchmarks.provenance.")
     started_at: str
     ended_at: str
 
@@ -67,10 +69,15 @@ class PointResult(BaseModel):
         except (OSError, ValidationError) as error:
             raise ResultError(f"{path}: not a result of schema {RESULT_SCHEMA_VERSION}: {error}") from error
 
+    def with_provenance(self, raw: Path) -> PointResult:
+        """The same with what raw/provenance.json says."""
+        return self.model_copy(update={"provenance": provenance.read(raw)})
+
     def published(self) -> dict[str, Any]:
         """The row as it stands in rows.json."""
         identity = {"key": self.key, "point": self.point, "scenario": self.scenario}
-        return {**identity, **self.row, "verdict": self.verdict.model_dump(mode="json")}
+        origin = {**self.provenance, "started_at": self.started_at, "ended_at": self.ended_at}
+        return {**identity, **self.row, "provenance": origin, "verdict": self.verdict.model_dump(mode="json")}
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,7 @@ class PointTask:
 
 
 def parse_task(prog: str, description: str, argv: Sequence[str] | None) -> tuple[PointTask, PointSpec]:
-    """The command line of every measurement. Raises UsageError."""
+    """The command line of every measurement; leaves raw/provenance.json. Raises UsageError, OSError."""
     parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=description)
     parser.add_argument("--spec", type=Path, required=True, help="spec.json of the job")
     parser.add_argument("--point", required=True, metavar="ID", help="which of its points to measure")
@@ -119,12 +126,14 @@ def parse_task(prog: str, description: str, argv: Sequence[str] | None) -> tuple
     model_dir = given.model_dir or _bound_model(spec)
     if (out / "result.json").exists():
         raise UsageError(f"{out} already holds a result; results are written once, choose another --out")
-    return PointTask(spec, url.rstrip("/"), model_dir, out.resolve()), point
+    task = PointTask(spec, url.rstrip("/"), model_dir, out.resolve())
+    provenance.record(spec, task.raw_dir)
+    return task, point
 
 
 def finish(result: PointResult, task: PointTask) -> int:
     """Writes the result, says what came out, and returns the exit status."""
-    path = result.write(task.out)
+    path = result.with_provenance(task.raw_dir).write(task.out)
     print(path)
     if result.verdict.valid:
         print(f"{result.point}: valid", file=sys.stderr)

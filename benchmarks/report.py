@@ -174,7 +174,7 @@ def _point(spec: JobSpec, point: PointSpec, folder: Path, recompute: bool) -> Co
     problem = ""
     try:
         if recompute or not (folder / "result.json").exists():
-            result = _assemble(spec, point, folder)
+            result = _assemble(spec, point, folder).with_provenance(folder / "raw")
         else:
             result = PointResult.read(folder / "result.json")
         if (result.point, result.scenario) == (point.id, point.scenario):

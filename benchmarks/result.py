@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import orjson
 from pydantic import BaseModel, ConfigDict, Field
 
 from benchmarks.records import DEFINITIONS_VERSION, STATISTICS, Distribution, RequestRecord, duration_s
@@ -272,7 +273,7 @@ def write_rows(rows: Iterable[dict[str, Any]], path: Path) -> None:
 def read_rows(path: Path) -> list[dict[str, Any]]:
     """Reads rows.json. Raises ResultError when it is not a list of rows with verdicts."""
     try:
-        rows = json.loads(path.read_text())
+        rows = orjson.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise ResultError(f"{path}: not readable as rows.json: {error}") from error
     if not isinstance(rows, list):
@@ -283,18 +284,11 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def load(paths: Iterable[Path | str]) -> pd.DataFrame:
-    """One DataFrame of the rows of all ``paths`` (run folders or rows.json files), with columns run, valid, reasons."""
-    import pandas as pd
+def load(sources: Iterable[Path | str] | Path | str = "results", *, cache: bool = True) -> pd.DataFrame:
+    """All rows of all runs as one DataFrame, with columns run, valid, reasons: see `benchmarks.store.load`."""
+    from benchmarks import store
 
-    records = []
-    for given in map(Path, paths):
-        path = given / "rows.json" if given.is_dir() else given
-        for row in read_rows(path):
-            verdict = row["verdict"]
-            reasons = ", ".join(reason["code"] for reason in verdict["reasons"])
-            records.append({"run": path.parent.name, **row, "valid": verdict["valid"], "reasons": reasons})
-    return pd.DataFrame.from_records(records)
+    return store.load(sources, cache=cache)
 
 
 def _identity(spec: JobSpec, versions: dict[str, str] | None, acceptance: Acceptance | None) -> dict[str, Any]:
