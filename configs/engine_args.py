@@ -246,22 +246,6 @@ PAIRINGS: frozenset[tuple[EngineName, EngineName, EngineName]] = frozenset(
     }
 )
 
-# Pairings that a recipe may name and a plan can show, but whose hand-off this version does not carry out.
-LIMITATIONS: dict[tuple[EngineName, EngineName, EngineName], str] = {
-    ("sglang", "bundled", "bundled"): "serve.decode_server does not speak SGLang's bootstrap protocol in this version: "
-    "the job can be planned and not run.",
-    ("pegainfer", "pegainfer", "bundled"): "serve.pd_router does not pass on pegainfer's hand-off envelope in this "
-    "version: the job can be planned and not run.",
-}
-
-
-def limitation(prefill: EngineName | None, decode: EngineName | None, router: EngineName | None) -> str | None:
-    """Why this version cannot run a pairing that it can plan; None when it can."""
-    if prefill is None or decode is None or router is None:
-        return None
-    return LIMITATIONS.get((prefill, decode, router))
-
-
 # InferenceX names the framework after the engine that generates tokens; ours is called baton there.
 FRAMEWORK_OF: dict[EngineName, str] = {
     "vllm": "vllm",

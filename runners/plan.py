@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import Any
 
-from configs.engine_args import limitation
 from configs.job import JobSpec, Parallelism, PointSpec, PrepareStep, ProcessSpec
 from runners.estimate import duration, estimate
+from runners.limitations import limitations
 from runners.memory import MemoryUnknown, plan_memory
 
 MASK_VARIABLE = {"nvidia": "CUDA_VISIBLE_DEVICES", "amd": "ROCR_VISIBLE_DEVICES"}
@@ -92,11 +92,7 @@ def memory_json(spec: JobSpec) -> dict[str, Any] | None:
 
 def notes(spec: JobSpec) -> list[str]:
     """What a reader must know before starting this: limits of this version, provisional figures."""
-    found = []
-    engines = {process.role: process.engine for process in spec.processes}
-    reason = limitation(engines.get("prefill"), engines.get("decode"), engines.get("router"))
-    if reason is not None:
-        found.append(reason)
+    found = limitations(spec)
     if spec.acceptance.provisional:
         found.append(f"the acceptance curve {spec.acceptance.curve} is provisional: it was not measured on this model.")
     return found

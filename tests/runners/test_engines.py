@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -75,63 +72,6 @@ def test_router_knows_every_prefill_and_decode(tmp_path: Path) -> None:
         f"http://@host:{name}@:@port:{name}:http@"
         for name in ("prefill-0", "prefill-1", "decode-0", "decode-1", "decode-2")
     ]
-
-
-@pytest.mark.parametrize("module", ["serve.decode_server", "serve.pd_router"])
-def test_our_servers_take_every_flag(tmp_path: Path, module: str) -> None:
-    if importlib.util.find_spec(module) is None:
-        pytest.skip(f"{module} is not there")
-    entry = local_entry()
-    entry["roles"]["decode"]["args"]["allow-local-prefill"] = True
-    job = expand(load_matrix(write_matrix(tmp_path, entry)), version_of=lambda _: "1")[0]
-    process = next(process for process in job.processes if module in process.argv)
-    run = subprocess.run([sys.executable, "-m", module, "--help"], capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stderr
-    unknown = [part for part in process.argv if part.startswith("--") and part not in run.stdout]
-    assert unknown == []
-
-
-PARSE = """
-import json, sys
-from vllm.entrypoints.launchers.cli_args import make_arg_parser
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-parser = make_arg_parser(FlexibleArgumentParser())
-for argv in json.loads(sys.stdin.read()):
-    parser.parse_args(argv)
-"""
-
-
-def test_vllms_own_parser_takes_every_flag(tmp_path: Path) -> None:
-    if importlib.util.find_spec("vllm") is None:
-        pytest.skip("vllm is not installed")
-    full, dp_attn = gpu_entry(), gpu_entry()
-    full["roles"]["aggregated"]["args"] = {
-        "dtype": "bfloat16",
-        "max-num-batched-tokens": 8192,
-        "max-num-seqs": 64,
-        "block-size": 64,
-        "gpu-memory-utilization": 0.9,
-        "kv-cache-dtype": "fp8_ds_mla",
-        "enable-prefix-caching": False,
-        "quantization": "fp8",
-        "trust-remote-code": True,
-        "reasoning-parser": "glm45",
-        "tool-call-parser": "glm47",
-        "async-scheduling": True,
-        "custom-ops": "none",
-    }
-    space(full)["aggregated"] |= {"tp": 4, "pp": 2, "dcp-size": 2, "ep": 4}
-    space(full).update({"spec-decoding": "mtp", "draft-depth": 3, "acceptance": "simulated", "thinking": "thinking-on"})
-    space(dp_attn)["aggregated"] |= {"dp-attn": True, "tp": 8}
-    jobs = expand(load_matrix(write_matrix(tmp_path, local_entry(), full, dp_attn)), version_of=lambda _: "1")
-    processes = [process for job in jobs for process in job.processes if process.engine == "vllm"]
-    argvs = [list(process.argv[3:]) for process in processes]
-    for argv in argvs:
-        argv[argv.index("--port") + 1] = "8000"
-    run = subprocess.run(
-        [sys.executable, "-c", PARSE], input=json.dumps(argvs), capture_output=True, text=True, timeout=240
-    )
-    assert len(argvs) == 3 and run.returncode == 0, run.stderr[-2000:]
 
 
 def test_dp_attention_spreads_attention_not_tensors(tmp_path: Path) -> None:
