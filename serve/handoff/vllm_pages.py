@@ -86,7 +86,7 @@ class CpuPages:
             raise UnsupportedPagesError(
                 f"a CPU cache of shape {tuple(cache.shape)} does not hold {self.heads} KV heads of 2 x {self.dim}"
             )
-        return cache.shape[2]
+        return int(cache.shape[2])
 
     def read(self, cache: torch.Tensor, block_ids: Sequence[int], start: int, end: int) -> Iterator[Piece]:
         block_tokens = self.block_tokens(cache)
@@ -124,7 +124,7 @@ class GpuPages:
     heads: int
 
     def block_tokens(self, cache: torch.Tensor) -> int:
-        return self._split(cache)[0].shape[1]
+        return int(self._split(cache)[0].shape[1])
 
     def read(self, cache: torch.Tensor, block_ids: Sequence[int], start: int, end: int) -> Iterator[Piece]:
         k, v = self._split(cache)
@@ -158,7 +158,7 @@ class MlaPages:
     rope: int
 
     def block_tokens(self, cache: torch.Tensor) -> int:
-        return self._rows(cache).shape[1]
+        return int(self._rows(cache).shape[1])
 
     def read(self, cache: torch.Tensor, block_ids: Sequence[int], start: int, end: int) -> Iterator[Piece]:
         rows = _gather(self._rows(cache), block_ids, start, end)

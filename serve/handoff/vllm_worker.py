@@ -148,13 +148,13 @@ class HandoffStreamer:
         """Whether the chunk belongs to a hand-off that is still alive; opens it with its first chunk."""
         params = chunk.params
         if chunk.is_first:
-            run = _Run(params.request_id, chunk.queue_ms, self._clock())
+            opened = _Run(params.request_id, chunk.queue_ms, self._clock())
             with self._lock:
-                self._runs[params.handoff_id] = run
+                self._runs[params.handoff_id] = opened
             self._sender.open(
                 params.handoff_id, params.request_id, params.decode_control, chunk.total_tokens, params.deadline_s
             )
-            run.opened = True
+            opened.opened = True
         with self._lock:
             run = self._runs.get(params.handoff_id)
             if run is None:
