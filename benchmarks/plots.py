@@ -158,7 +158,7 @@ def stage_figure(pairs: Sequence[tuple[Row, dict[str, Any]]]) -> Figure:
                 dark = name in ("prefill_compute_ms", "first_write_ms", "dispatch_ms", "inject_ms")
                 box = {"facecolor": "white", "edgecolor": "none", "pad": 1.0} if hatch else None
                 colour = "white" if dark else "black"
-                text = f"{width:.3g}"
+                text = f"{width:,.0f}" if width >= 100 else f"{width:.3g}"
                 axes.text(
                     start + width / 2, position, text, ha="center", va="center", fontsize=8, color=colour, bbox=box
                 )
