@@ -106,6 +106,27 @@ def report(run: Annotated[Path, typer.Argument(help="Run folder, e.g. results/la
     return EXIT_OK
 
 
+@app.command(epilog="Exit status: 0 same or better; 1 a regression; 2 inconclusive; 64 usage.")
+def compare(
+    a: Annotated[Path, typer.Argument(help="The baseline: run folder, rows.json or folder of runs.")],
+    b: Annotated[Path, typer.Argument(help="What is compared with it.")],
+    repeat_a: Annotated[
+        list[Path] | None, typer.Option("--repeat-a", help="One more run of A, for the noise band; repeatable.")
+    ] = None,
+    repeat_b: Annotated[
+        list[Path] | None, typer.Option("--repeat-b", help="One more run of B, for the noise band; repeatable.")
+    ] = None,
+    json_records: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> int:
+    """Compare two results point by point and name the regressions and what changed between the recipes."""
+    from benchmarks.compare import compare as compare_results
+    from runners.progress import dumps
+
+    found = compare_results([a, *(repeat_a or ())], [b, *(repeat_b or ())])
+    print(dumps(found.as_dict()) if json_records else found)
+    return found.status
+
+
 @app.command()
 def schema(
     output_dir: Annotated[
