@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from configs.job import JobSpec, Parallelism, PointSpec, PrepareStep, ProcessSpec
+from runners.bindings import PREVIEW_HOST
 from runners.estimate import duration, estimate
 from runners.limitations import limitations
 from runners.memory import MemoryUnknown, plan_memory
@@ -113,6 +114,8 @@ def _lines(spec: JobSpec) -> Iterator[str]:
     yield _field(
         "cluster", f"{spec.cluster}, hardware {spec.hardware}, nodes {spec.num_nodes}, devices {spec.num_gpus}"
     )
+    if any(host.startswith(PREVIEW_HOST) for host in _hosts(spec)):
+        yield _field("hosts", f"{PREVIEW_HOST}N stands for the N-th node of the allocation, counted from 0")
     for role in ("prefill", "decode", "aggregated"):
         worker: Parallelism | None = getattr(spec, role)
         if worker is not None:
@@ -214,6 +217,10 @@ def _step_json(spec: JobSpec, process: ProcessSpec, step: PrepareStep) -> dict[s
         "creates": _text(spec, step.creates),
         "shared": step.shared,
     }
+
+
+def _hosts(spec: JobSpec) -> list[str]:
+    return [_text(spec, f"@host:{process.name}@") for process in spec.processes]
 
 
 def _mount(item: dict[str, Any]) -> str:

@@ -79,7 +79,7 @@ def preflight(specs: Sequence[JobSpec], options: Options) -> list[Finding]:
 
 def bind(specs: Sequence[JobSpec], options: Options, *, create: bool) -> list[JobSpec]:
     """The specs with run folder, ports and paths. With ``create``, the folder and every spec.json are written."""
-    from runners.bindings import bind_local
+    from runners.bindings import bind_local, bind_preview
     from runners.expand import job_id
     from runners.run_folder import create_run_folder, point_latest, run_fingerprint, run_name
     from runners.weights import model_dir
@@ -89,7 +89,7 @@ def bind(specs: Sequence[JobSpec], options: Options, *, create: bool) -> list[Jo
     if create:
         run_dir = create_run_folder(options.output_dir, name, fingerprint, now)
     bound = [
-        bind_local(
+        (bind_local if create or spec.cluster_profile["executor"] == "local" else bind_preview)(
             spec,
             run_id=run_dir.name,
             job_id=job_id(spec),

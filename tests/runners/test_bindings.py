@@ -10,7 +10,7 @@ import pytest
 
 from configs.job import JobSpec, UnresolvedReference
 from configs.load import load_matrix
-from runners.bindings import BindingError, bind_local, free_ports, references
+from runners.bindings import BindingError, bind_local, bind_preview, free_ports, references
 from runners.expand import expand
 from tests.configs.recipes import CONFIGS
 
@@ -82,3 +82,39 @@ def test_a_reference_nobody_binds_is_an_error(job: JobSpec, tmp_path: Path) -> N
     process = job.processes[0].model_copy(update={"argv": ("@port:nobody:http@",)})
     with pytest.raises(BindingError, match="@port:nobody:http@"):
         bound(job.model_copy(update={"processes": (process,)}), tmp_path)
+
+
+# Previews
+
+
+def test_a_preview_names_nodes_and_takes_ports_from_the_start_of_the_range(tmp_path: Path) -> None:
+    jobs = expand(load_matrix(CONFIGS / "nvidia.yaml"), only=["*sglang-tilert-mtp4"], version_of=lambda _: "1")
+    spec = bind_preview(
+        jobs[0],
+        run_id="run",
+        job_id="job",
+        run_dir=tmp_path,
+        model_dir=tmp_path / "model",
+        created_at="2026-01-01T00:00:00Z",
+    )
+    assert spec.fingerprint == jobs[0].fingerprint
+    assert spec.resolve("@host:decode-2@:@port:decode-2:http@") == "node-2:20000"
+    assert spec.resolve("@host:prefill-0@:@port:prefill-0:bootstrap@") == "node-3:20001"
+    assert spec.resolve("@port:router-0:http@") == "20002", "the first node has a decode's two ports already"
+    assert spec.resolve("@models@") == "/lustre/fsw/models" and spec.resolve("@converted@").endswith("/converted")
+    assert not [part for process in spec.processes for part in process.argv if "@" in spec.resolve(part)]
+    assert all("@" not in spec.resolve(word) for process in spec.processes for s in process.prepare for word in s.argv)
+
+
+def test_a_preview_says_when_the_range_is_too_small(tmp_path: Path) -> None:
+    (job,) = expand(load_matrix(CONFIGS / "local.yaml"), only=["*vllm-baton"], version_of=lambda _: "1")
+    profile = job.cluster_profile | {"port-range": {"first": 21000, "last": 21001}}
+    with pytest.raises(BindingError, match="21000-21001 is too small for 4 ports"):
+        bind_preview(
+            job.model_copy(update={"cluster_profile": profile}),
+            run_id="run",
+            job_id="job",
+            run_dir=tmp_path,
+            model_dir=tmp_path,
+            created_at="2026-01-01T00:00:00Z",
+        )
