@@ -146,7 +146,8 @@ def _check_tilert_load(entry: MatrixEntry, args: TilertDecodeArgs) -> list[Findi
 def _check_escape(entry: MatrixEntry) -> list[Finding]:
     """Escaped control tokens need parsers that know them, on both sides, and the parsers need the seed."""
     findings = []
-    for name, role in (("prefill", entry.roles.prefill), ("decode", entry.roles.decode)):
+    roles = entry.roles
+    for name, role in (("prefill", roles.prefill), ("decode", roles.decode), ("aggregated", roles.aggregated)):
         if role is None:
             continue
         if entry.escape_seed is not None and not _can_escape(role.args):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +13,16 @@ import pytest
 
 from configs.engine_args import CAPABILITIES, FRAMEWORK_OF, PAIRINGS
 from configs.job import JobSpec, ProcessSpec
-from configs.load import load_matrix
+from configs.load import load_cluster, load_matrix
 from runners.engines import ADAPTERS, EngineError, adapter_for
 from runners.engines.base import flag, switch
 from runners.expand import ExpandError, expand
-from tests.configs.recipes import agentic_entry, gpu_entry, local_entry, space, write_matrix
+from runners.processes import processes_of
+from tests.configs.recipes import CONFIGS, agentic_entry, gpu_entry, local_entry, space, write_matrix
+from tests.configs.test_check_pairs import A, C, D, args, first, recipe
+
+BUNDLED = "glm5.1-fp8-b200-vllm-baton"
+GOLDEN = {"acceptance": "simulated", "thinking": "thinking-on"}
 
 
 def process_of(folder: Path, entry: dict[str, Any], name: str) -> tuple[JobSpec, ProcessSpec]:
@@ -126,3 +134,95 @@ def test_a_role_that_an_engine_does_not_play_is_named() -> None:
 def test_flags_of_nothing_false_true_and_values() -> None:
     assert (flag("a", None), flag("a", False), flag("a", True), flag("a", 0)) == ((), (), ("--a",), ("--a", "0"))
     assert (switch("a", None), switch("a", True), switch("a", False)) == ((), ("--a",), ("--no-a",))
+
+
+# What an engine cannot express
+
+
+REFUSALS: list[tuple[str, Callable[[dict[str, Any]], object], str]] = [
+    (A, lambda e: first(e).update({"draft-depth": 2}), "TileRT drafts 3 tokens, not 2"),
+    (A, lambda e: first(e)["decode"].update(tp=4), "TileRT decodes on 8 GPUs; set tp: 8"),
+    (A, lambda e: first(e)["prefill"].update({"num-worker": 2}), "takes one vLLM prefill"),
+    (A, lambda e: e["roles"]["decode"]["args"].update({"buffer-device": "cpu"}), "needs TileRT 0.1.6"),
+    (A, lambda e: e["roles"]["router"]["args"].update({"queue-timeout-s": 9}), "0.1.5 has no generation-config"),
+    (A, lambda e: e.update(model="glm5.2-fp8", **{"deprecated-model-reason": None}), "takes glm5.2-fp8 from SGLang"),
+    (C, lambda e: first(e).update({"draft-depth": 5}), "TileRT drafts 3 or 7 tokens, not 5"),
+    (C, lambda e: e["roles"]["router"].update(args={"parser": "glm47"}), "takes no arguments"),
+    (
+        C,
+        lambda e: (args(e, "decode").update(senders=1), e.update({"kv-p2p-transfer": "nixl"})),
+        "layer-split hands over by Mooncake only",
+    ),
+    (C, lambda e: first(e)["prefill"].update({"tp": 4, "ep": 4, "dcp-size": 2}), "dcp-size and pcp-size are not"),
+    (C, lambda e: e["roles"]["prefill"]["args"].update({"radix-cache": False}), "the host cache extends the prefix"),
+    (C, lambda e: e["roles"]["prefill"]["args"].update({"kt-transport": "native"}), "need build: ktransformers"),
+    (D, lambda e: first(e).update({"draft-depth": 6}), "drafts at most 5 tokens"),
+    (D, lambda e: first(e).update({"draft-depth": 3}), "is 128, more than 96; lower decode-slots"),
+    (D, lambda e: e.update({"max-model-len": 131000}), "must be a multiple of 64"),
+    (D, lambda e: first(e)["decode"].update(ep=1), "set ep = tp"),
+    (D, lambda e: first(e)["prefill"].update(ep=4), "pegainfer prefill is tensor parallel"),
+    (BUNDLED, lambda e: first(e)["decode"].update({"dp-attn": True}), "the bundled engine knows tp only"),
+    (BUNDLED, lambda e: first(e)["decode"].update(tp=16), "spans 2 nodes, which the bundled engine cannot do"),
+]
+
+
+@pytest.mark.parametrize(("key", "change", "words"), REFUSALS)
+def test_what_an_engine_cannot_express_is_said(
+    tmp_path: Path, key: str, change: Callable[[dict[str, Any]], object], words: str
+) -> None:
+    entry = recipe(key)
+    for scenario in entry["scenarios"]["fixed-seq-len"]:
+        scenario["search-space"] = scenario["search-space"][:1]
+    entry["scenarios"]["fixed-seq-len"] = entry["scenarios"]["fixed-seq-len"][:1]
+    change(entry)
+    path = tmp_path / "matrix.yaml"
+    path.write_text(json.dumps({"schema": 1, "entries": {key: entry}}))
+    with pytest.raises(ExpandError, match=re.escape(words)):
+        expand(load_matrix(path), version_of=lambda _: "1")
+
+
+def test_simulated_acceptance_reaches_each_engine_by_its_own_knob(tmp_path: Path) -> None:
+    entry = agentic_entry(**{"spec-decoding": "mtp", "draft-depth": 3, **GOLDEN})
+    entry |= {"framework": "sglang", "roles": {"aggregated": {"engine": "sglang"}}, "max-model-len": 65536}
+    del entry["scenarios"]["fixed-seq-len"]
+    _, process = process_of(tmp_path, entry, "aggregated-0")
+    assert process.env["SGLANG_SIMULATE_ACC_LEN"] == "2.99"
+    assert process.env["SGLANG_SIMULATE_ACC_TOKEN_MODE"] == "real-draft-token"
+    assert option(process, "--speculative-num-draft-tokens") == "4"
+    entry |= {"framework": "pegainfer", "roles": {"aggregated": {"engine": "pegainfer"}}}
+    with pytest.raises(ExpandError, match="pegainfer cannot simulate acceptance"):
+        process_of(tmp_path, entry, "aggregated-0")
+
+
+def test_tilert_simulates_on_rocm_only() -> None:
+    (_, job) = expand(load_matrix(CONFIGS / "amd.yaml"), only=["*vllm-tilert"], version_of=lambda _: "1")
+    (loaded,) = (entry for key, entry in load_matrix(CONFIGS / "amd.yaml").entries.items() if key == job.key)
+    space = loaded.entry.scenarios.agentic_coding[0].search_space[0]
+    nvidia = dataclasses.replace(loaded, cluster=load_cluster(CONFIGS / "clusters" / "b200-dgxc.yaml"))
+    assert processes_of(loaded, space, job.handoff, job.acceptance).processes == job.processes
+    with pytest.raises(EngineError, match="TileRT simulates acceptance on ROCm only"):
+        processes_of(nvidia, space, job.handoff, job.acceptance)
+
+
+def test_expert_parallel_over_nodes_shares_out_the_ranks(tmp_path: Path) -> None:
+    entry = recipe("glm5.2-fp8-gb300-pegainfer-ep4") | {"multinode": True}
+    first(entry)["aggregated"] = {"num-worker": 1, "tp": 16, "ep": 16}
+    path = tmp_path / "matrix.yaml"
+    path.write_text(json.dumps({"schema": 1, "entries": {"recipe": entry}}))
+    (job,) = expand(load_matrix(path), version_of=lambda _: "1")
+    assert [option(process, "--glm52-ranks") for process in job.processes] == ["0..4", "4..8", "8..12", "12..16"]
+    rendezvous = {option(process, "--glm52-rendezvous") for process in job.processes}
+    assert rendezvous == {"@host:aggregated-0@:@port:aggregated-0:rendezvous@"}
+    assert [process.node for process in job.processes] == [0, 1, 2, 3] and job.num_nodes == 4
+
+
+def test_packages_go_beside_an_image_that_stays_as_it_is(tmp_path: Path) -> None:
+    entry = gpu_entry() | {"image": "vllm/vllm-openai:v0.26.0"}
+    entry["roles"]["aggregated"] |= {"packages": ["xxhash==4.1.0"], "package-dependencies": False, "version": "0.26.0"}
+    job, process = process_of(tmp_path, entry, "aggregated-0")
+    (step,) = process.prepare
+    assert (
+        "venv --system-site-packages @run@/env/aggregated" in step.argv[2] and "--no-deps xxhash==4.1.0" in step.argv[2]
+    )
+    assert process.argv[0] == "@run@/env/aggregated/bin/python"
+    assert job.versions["vllm"] == "0.26.0" and job.versions["xxhash"] == "4.1.0"
