@@ -25,7 +25,7 @@ lint: setup  ## ruff and mypy
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy
 
 bench: setup  ## performance ratios, each measured side by side in one run (JSON)
-	@$(PY) -m benchmarks.bench
+	@$(PY) -m runners.bench
 
 lock: setup  ## write requirements.lock from what is installed in .venv
 	@scripts/lock.sh
