@@ -12,7 +12,6 @@ CANNOT_RUN = "the job can be planned and not run by this version"
 # (prefill, decode, router) whose hand-off our own half does not carry out.
 PAIRINGS: dict[tuple[EngineName, EngineName, EngineName], str] = {
     ("sglang", "bundled", "bundled"): "serve.decode_server does not speak SGLang's bootstrap protocol",
-    ("pegainfer", "pegainfer", "bundled"): "serve.pd_router does not pass on pegainfer's hand-off envelope",
 }
 
 

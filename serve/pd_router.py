@@ -25,6 +25,7 @@ import uvloop
 from serve.handoff.client import abort as abort_handoff
 from serve.openai import RequestError, answer_from_prefill, read_first_token
 from serve.router.body import Generation
+from serve.router.envelope import WISH, EnvelopeDecode, read_envelope
 from serve.router.errors import BackendLost, BackendSilent
 from serve.router.exchange import Exchange
 from serve.router.fleet import Backend, Decode, Fleet
@@ -50,8 +51,17 @@ _REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
 class Router:
     """Answers clients from a fleet of prefill and decode servers."""
 
-    def __init__(self, fleet: Fleet, *, model: str, deadline_s: float, stage_log: StageLog | None = None) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        *,
+        model: str,
+        deadline_s: float,
+        stage_log: StageLog | None = None,
+        envelope: bool = False,
+    ) -> None:
         self.fleet = fleet
+        self.envelope = envelope
         self.model = model
         self.deadline_s = deadline_s
         self.stage_log = stage_log or StageLog(None)
@@ -109,6 +119,8 @@ class Router:
             try:
                 if decode is None:
                     await self.prefill_only(exchange, generation, prefill, record)
+                elif self.envelope:
+                    await self.pass_envelope(exchange, generation, prefill, decode, record)
                 else:
                     await self.hand_off(exchange, generation, prefill, decode, record)
                 return
@@ -127,7 +139,7 @@ class Router:
     async def choose(self, generation: Generation, dead: Backend | None) -> tuple[Backend, Decode | None]:
         """A prefill, and a decode with room unless one token is all that is wanted. Raises RequestError 429, 502."""
         decode: Decode | None = None
-        if generation.max_tokens != 1:
+        if generation.max_tokens != 1 or self.envelope:
             decode = self.fleet.pick_decode(dead)
             if decode is None and not any(one.healthy for one in self.fleet.decodes):
                 await self.fleet.refresh(self.fleet.decodes, REFRESH_TIMEOUT_S)
@@ -195,6 +207,19 @@ class Router:
             finally:
                 if reason:
                     self.abandon(control, handoff_id, reason)
+
+    async def pass_envelope(
+        self, exchange: Exchange, generation: Generation, prefill: Backend, decode: Decode, record: StageRecord
+    ) -> None:
+        """Both hops for engines that find each other: what prefill answers tells decode where the KV cache is."""
+        record.decode = decode.url
+        with decode.lease():
+            answer = await self.first_token(exchange, prefill, generation.prefill_body(WISH, ids=False), record)
+            if answer.status != 200:
+                self.pass_on(exchange, answer, record)
+                return
+            body = generation.decode_body(read_envelope(answer.body))
+            await self.stream(exchange, generation, decode, body, record)
 
     async def first_token(self, exchange: Exchange, prefill: Backend, body: bytes, record: StageRecord) -> Collected:
         """Hop 1: prefill's whole answer, whatever its status. Raises BackendLost, BackendSilent."""
@@ -319,12 +344,15 @@ async def _abort(control: str, handoff_id: str, reason: str) -> None:
 async def run(arguments: argparse.Namespace) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status."""
     try:
-        fleet = Fleet(arguments.prefill, arguments.decode)
+        envelope = arguments.handoff == "envelope"
+        fleet = Fleet(arguments.prefill, arguments.decode, EnvelopeDecode if envelope else Decode)
         stage_log = StageLog(arguments.stage_log)
     except (ValueError, OSError) as error:
         print(f"pd_router: {error}", file=sys.stderr)
         return 1
-    router = Router(fleet, model=arguments.model, deadline_s=arguments.deadline_s, stage_log=stage_log)
+    router = Router(
+        fleet, model=arguments.model, deadline_s=arguments.deadline_s, stage_log=stage_log, envelope=envelope
+    )
     server = HttpServer(router.handle, Limits())
     try:
         port = await server.start(arguments.host, arguments.port)
@@ -354,6 +382,12 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--decode", action="append", required=True, metavar="URL", help="http://HOST:PORT, repeatable")
     parser.add_argument(
         "--deadline-s", type=_positive, default=60.0, help="of hop 1, of silence in hop 2, of a hand-off"
+    )
+    parser.add_argument(
+        "--handoff",
+        default="baton",
+        choices=["baton", "envelope"],
+        help="who finds the KV cache: our decode by a slot, or the engines by what prefill answers (%(default)s)",
     )
     parser.add_argument("--stage-log", type=Path, metavar="PATH", help="append one JSON line a request")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])

@@ -62,17 +62,17 @@ class Generation:
         given = [fields[name] for name in _LIMITS if fields.get(name) is not None]
         return cls(body, fields, Endpoint(path), bool(stream), given[0] if given else None)
 
-    def prefill_body(self, kv_params: Mapping[str, Any] | None) -> bytes:
+    def prefill_body(self, kv_params: Mapping[str, Any] | None, *, ids: bool = True) -> bytes:
         """Hop 1: one token, not streamed, with its ids; ``kv_params`` is None when no hand-off follows."""
         limits = [name for name in _LIMITS if self.fields.get(name) is not None] or ["max_tokens"]
         members: dict[str, Any] = {name: 1 for name in limits}
-        members |= {"stream": False, "return_token_ids": True}
+        members |= {"stream": False, **({"return_token_ids": True} if ids else {})}
         if kv_params is not None:
             members[KV_PARAMS] = kv_params
         drop = [name for name in ("stream_options", *_LIMITS, *members) if name in self.fields]
         return append_members(cut_members(self.body, drop), members)
 
-    def decode_body(self, kv_params: Mapping[str, Any]) -> bytes:
+    def decode_body(self, kv_params: Mapping[str, Any] | orjson.Fragment) -> bytes:
         """Hop 2: the client's bytes with the hand-off's parameters before the closing brace."""
         return append_members(self.body, {KV_PARAMS: kv_params})
 
@@ -91,6 +91,15 @@ def cut_members(body: bytes, names: Collection[str]) -> bytes:
         return body
     kept = [span for name, span in _members(body) if name not in names]
     return b"{" + b",".join(body[start:end] for start, end in kept) + b"}"
+
+
+def member_value(body: bytes, name: str) -> bytes:
+    """The bytes of a top-level member's value; of the last one when there are several. Raises KeyError."""
+    spans = [span for found, span in _members(body) if found == name]
+    if not spans:
+        raise KeyError(name)
+    start, end = spans[-1]
+    return body[start:end].split(b":", 1)[1].strip(_SPACE)
 
 
 def _members(body: bytes) -> list[tuple[str, tuple[int, int]]]:

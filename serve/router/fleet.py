@@ -174,13 +174,13 @@ class Decode(Backend):
 class Fleet:
     """All backends, and the turn-taking among them."""
 
-    def __init__(self, prefills: Sequence[str], decodes: Sequence[str]) -> None:
-        """Raises ValueError for an unusable or repeated URL."""
+    def __init__(self, prefills: Sequence[str], decodes: Sequence[str], decode: type[Decode] = Decode) -> None:
+        """``decode`` is the kind of the decode servers. Raises ValueError for an unusable or repeated URL."""
         for urls in (prefills, decodes):
             if len(set(urls)) != len(urls):
                 raise ValueError(f"a backend is named twice: {', '.join(urls)}")
         self.prefills = [Backend(url) for url in prefills]
-        self.decodes = [Decode(url) for url in decodes]
+        self.decodes = [decode(url) for url in decodes]
         self._turn = {"prefill": 0, "decode": 0}
         self._watchers: list[asyncio.Task[None]] = []
 
