@@ -1,5 +1,5 @@
-"""The golden plan of every shipped recipe, as text that depends on no machine: versions and fingerprints are stubs, hosts
-references. (A fingerprint changes with every new field of a schema, a plan only with what is started.)"""
+"""The golden plan of every shipped recipe, as text that depends on no machine: versions and fingerprints are stubs,
+hosts references. A fingerprint changes with every new field of a schema, a plan only with what is started."""
 
 from __future__ import annotations
 
