@@ -34,6 +34,10 @@ class Slurm(Strict):
     """What sbatch must be told at this site."""
 
     partition: str | None = Field(default=None, description="Partition; null is the site's default.")
+    role_partitions: dict[Literal["prefill", "decode"], str] = Field(
+        default_factory=dict,
+        description="Partition of a role's nodes where it is another one; the job is then a heterogeneous one.",
+    )
     account: str | None = Field(default=None, description="Account to charge.")
     qos: str | None = Field(default=None, description="Quality of service.")
     constraint: str | None = Field(default=None, description="Node feature expression.")
@@ -41,6 +45,26 @@ class Slurm(Strict):
     exclude: tuple[str, ...] = Field(default=(), description="Nodes that must not be used.")
     exclusive: bool = Field(default=True, description="Ask for whole nodes.")
     segment: int | None = Field(default=None, gt=0, description="Nodes that must share one network block.")
+    gpu_request: Literal["gpus-per-node", "gres", "none"] = Field(
+        default="gpus-per-node", description="How GPUs are asked for; none where whole nodes come with theirs."
+    )
+    memory_gib: float | None = Field(
+        default=None, gt=0, description="Memory of a job on each node, in GiB; null is all of a node that is exclusive."
+    )
+    directives: dict[str, str] = Field(
+        default_factory=dict,
+        description="Further sbatch options of the site, e.g. {comment: bench}; '' is a bare flag.",
+    )
+    warning_s: int = Field(
+        default=60, ge=10, description="Seconds before the time limit at which the job keeps what it has and ends."
+    )
+    pending_deadline_min: float | None = Field(
+        default=None, gt=0, description="Minutes a job may wait for nodes before it is given up; null is for ever."
+    )
+    max_jobs: int = Field(default=8, gt=0, description="Jobs of one sweep that are in the queue or run at a time.")
+    retries: int = Field(
+        default=1, ge=0, le=5, description="Times a job is submitted again after a failure that was not its own."
+    )
 
 
 class Paths(Strict):
@@ -64,7 +88,9 @@ class Mount(Strict):
 class Container(Strict):
     """How a role's image is run; without it every role runs in this environment."""
 
-    runtime: Literal["none", "pyxis", "enroot", "docker", "apptainer"] = Field(description="Container runtime.")
+    runtime: Literal["none", "pyxis", "enroot", "docker", "podman", "apptainer"] = Field(
+        description="Container runtime."
+    )
     mounts: tuple[Mount, ...] = Field(default=(), description="Mounts beside the run folder and the weights.")
 
 

@@ -51,10 +51,11 @@ class Matrix:
     entries: dict[str, LoadedEntry]
 
 
-def load_matrix(path: Path | str) -> Matrix:
+def load_matrix(path: Path | str, cluster: str | None = None) -> Matrix:
     """Reads a matrix. Models and clusters are looked up in folders beside the file, then in this package.
 
-    Raises ConfigError with every problem of the file, and of the model and cluster files it names."""
+    ``cluster`` takes the place of every entry's own; where that site has several nodes, disaggregated roles get nodes
+    of their own. Raises ConfigError with every problem of the file, and of the model and cluster files it names."""
     file = Path(path)
     document = Document.read(file)
     problems = list(document.problems)
@@ -64,7 +65,7 @@ def load_matrix(path: Path | str) -> Matrix:
     names = _Names(file.resolve().parent)
     entries: dict[str, LoadedEntry] = {}
     for key, data in (raw if isinstance(raw, dict) else {}).items():
-        loaded, found = _load_entry(document, str(key), data, names)
+        loaded, found = _load_entry(document, str(key), _moved(data, cluster, names), names)
         problems += found
         if loaded is not None:
             entries[loaded.key] = loaded
@@ -98,6 +99,15 @@ class _Names:
         if not isinstance(found, kind):
             found = self._loaded[file] = _load_named(file, kind)
         return found
+
+
+def _moved(data: Any, cluster: str | None, names: _Names) -> Any:
+    """The entry's data as it would be written for another site."""
+    if cluster is None or not isinstance(data, dict):
+        return data
+    file = names.files("clusters").get(cluster)
+    several = file is not None and names.load(file, Cluster).nodes > 1
+    return {**data, "cluster": cluster, "multinode": data.get("disagg") is True if several else False}
 
 
 def _load_entry(document: Document, key: str, data: Any, names: _Names) -> tuple[LoadedEntry | None, list[Problem]]:

@@ -24,13 +24,15 @@ class Interruptions:
 
     def __init__(self) -> None:
         self.count = 0
+        self.last: int | None = None
 
     @contextmanager
     def counted(self) -> Iterator[Interruptions]:
         """While inside, the three signals are only counted."""
 
-        def count(*_: object) -> None:
+        def count(number: int, _: object) -> None:
             self.count += 1
+            self.last = number
 
         old = {number: signal.signal(number, count) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
         try:

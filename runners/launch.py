@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from configs.job import JobSpec, ProcessSpec, UnresolvedReference
-from runners import warden
+from runners import containers, warden
+from runners.allocation import Allocation
 from runners.outcome import JobCode, JobFailure, log_tail
+from runners.plan import mask
 
 # What a process may inherit: who and where it is, and the standard names of this field. Everything else is in the spec.
 INHERITED = frozenset(
@@ -70,6 +72,7 @@ class Running:
         self.left: list[int] = []
         self._grace_s = grace_s
         self._keeper = keeper
+        self.errors: Path | None = None
         self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
         self.gone = asyncio.create_task(self._follow(), name=f"warden of {name}")
 
@@ -81,14 +84,17 @@ class Running:
     async def _follow(self) -> None:
         assert self._keeper.stdout is not None
         async for line in self._keeper.stdout:
-            record = json.loads(line)
-            if "exited" in record:
-                self.exited.set_result(Exit(record["exited"], record["at_s"]))
-            elif "gone" in record:
-                self.left = record["left"]
+            with contextlib.suppress(ValueError):  # a step's own chatter
+                self._take(json.loads(line))
         await self._keeper.wait()
         if not self.exited.done():
-            self.exited.set_result(Exit(None, time.monotonic()))
+            self.exited.set_result(Exit(None, time.time()))
+
+    def _take(self, record: dict[str, Any]) -> None:
+        if "exited" in record:
+            self.exited.set_result(Exit(record["exited"], record["at_s"]))
+        elif "gone" in record:
+            self.left = record["left"]
 
     def order(self, word: str) -> None:
         """``stop`` (TERM, then KILL after the grace) or ``kill``; a warden that is gone needs no orders."""
@@ -120,36 +126,79 @@ def clean_environment(extra: Mapping[str, str], inherited: Mapping[str, str] = o
 
 
 async def start(
-    name: str, argv: Sequence[str], *, env: Mapping[str, str], cwd: Path, log: Path, grace_s: float = 5.0
+    name: str,
+    argv: Sequence[str],
+    *,
+    env: Mapping[str, str],
+    cwd: Path,
+    log: Path,
+    grace_s: float = 5.0,
+    step: Sequence[str] = (),
+    after: Sequence[str] = (),
+    python: str = sys.executable,
 ) -> Running:
-    """Starts ``argv`` under a warden; returns when it has been executed. Raises JobFailure(START_FAILED)."""
-    keeper = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-I", "-S", warden.__file__),
-        *("--log", str(log), "--cwd", str(cwd), "--grace-s", str(grace_s), "--", *argv),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        env=dict(env),
-        start_new_session=True,
-    )
-    assert keeper.stdout is not None
+    """Starts ``argv`` under a warden; returns when it has been executed. Raises JobFailure(START_FAILED).
+
+    ``step`` is the srun that takes the warden to another node, ``after`` a command for when everything is gone.
+    """
+    errors = log.with_suffix(".step.log") if step else None
+    if errors is not None:
+        errors.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as files:
+        keeper = await asyncio.create_subprocess_exec(
+            *(*step, python, "-I", "-S", warden.__file__),
+            *("--log", str(log), "--cwd", str(cwd), "--grace-s", str(grace_s)),
+            *(("--after", json.dumps(list(after))) if after else ()),
+            *("--", *argv),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=files.enter_context(errors.open("ab")) if errors else None,
+            env=dict(env),
+            start_new_session=True,
+        )
     try:
         async with asyncio.timeout(START_TIMEOUT_S):
-            line = await keeper.stdout.readline()
+            record = await _first_report(keeper)
     except BaseException:
         # Closing the lifeline, not a signal, is what makes the warden end what it may have started by now.
         assert keeper.stdin is not None
         keeper.stdin.close()
-        await keeper.wait()
+        await _end_step(keeper) if step else await keeper.wait()
         raise
-    record: dict[str, Any] = json.loads(line) if line else {"error": "its warden ended before it could start it"}
     if "error" in record:
         await keeper.wait()
-        raise JobFailure(JobCode.START_FAILED, f"{name}: cannot start {record['error']}", process=name, log=log)
-    return Running(name, int(record["started"]), log, grace_s, keeper)
+        said = " | ".join(log_tail(errors, 3)) if errors else ""
+        message = f"{name}: cannot start {record['error']}" + (f": {said}" if said else "")
+        raise JobFailure(JobCode.START_FAILED, message, process=name, log=log)
+    running = Running(name, int(record["started"]), log, grace_s, keeper)
+    running.errors = errors
+    return running
 
 
-async def start_role(spec: JobSpec, process: ProcessSpec, *, grace_s: float = 5.0) -> Running:
-    """Resolves a ProcessSpec and starts it. Raises JobFailure (PORT_TAKEN, START_FAILED)."""
+async def _first_report(keeper: asyncio.subprocess.Process) -> dict[str, Any]:
+    assert keeper.stdout is not None
+    async for line in keeper.stdout:
+        with contextlib.suppress(ValueError):
+            record = json.loads(line)
+            if isinstance(record, dict):
+                return record
+    return {"error": "its warden ended before it could start it"}
+
+
+async def _end_step(keeper: asyncio.subprocess.Process) -> None:
+    """A step that Slurm has not started yet reads no orders."""
+    try:
+        async with asyncio.timeout(STOP_MARGIN_S):
+            await keeper.wait()
+    except TimeoutError:
+        keeper.kill()
+        await keeper.wait()
+
+
+async def start_role(
+    spec: JobSpec, process: ProcessSpec, *, grace_s: float = 5.0, allocation: Allocation | None = None
+) -> Running:
+    """Resolves a ProcessSpec and starts it on its node. Raises JobFailure (PORT_TAKEN, START_FAILED)."""
     try:
         argv = [spec.resolve(argument) for argument in process.argv]
         env = {key: spec.resolve(value) for key, value in process.env.items()}
@@ -159,13 +208,28 @@ async def start_role(spec: JobSpec, process: ProcessSpec, *, grace_s: float = 5.
     except UnresolvedReference as error:
         raise JobFailure(JobCode.START_FAILED, f"{process.name}: {error.args[0]}", process=process.name) from error
     for port_name, port in ports.items():
-        if problem := port_problem(host, port):
+        # On the nodes of an allocation the ports were tested where they are, a moment ago.
+        if allocation is None and (problem := port_problem(host, port)):
             raise JobFailure(
                 JobCode.PORT_TAKEN,
                 f"{process.name}: its {port_name} port {host}:{port} {problem}",
                 process=process.name,
             )
-    return await start(process.name, argv, env=clean_environment(env), cwd=cwd, log=log, grace_s=grace_s)
+    env = {**(spec.cluster_profile.get("env") or {}), **mask(spec, process), **env}
+    if allocation is None:
+        return await start(process.name, argv, env=clean_environment(env), cwd=cwd, log=log, grace_s=grace_s)
+    wrapped = containers.wrap(spec, process, argv, env, label=allocation.job_id)
+    return await start(
+        process.name,
+        wrapped.argv,
+        env=clean_environment({}),
+        cwd=cwd,
+        log=log,
+        grace_s=grace_s,
+        step=[*allocation.step(process.node, process.name), *wrapped.srun],
+        after=wrapped.cleanup,
+        python=wrapped.python or sys.executable,
+    )
 
 
 def port_problem(host: str, port: int) -> str | None:

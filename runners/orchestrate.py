@@ -7,6 +7,7 @@ submitter ends the job at once; what was measured by then stays.
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import time
 from collections.abc import Coroutine, Iterator
@@ -15,8 +16,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from configs.job import JobSpec
+from configs.job import JobSpec, PointSpec
 from runners import canary, points, warden, weights
+from runners.allocation import bind, discover
 from runners.events import EventLog
 from runners.outcome import JobCode, JobFailure, Outcome, PointOutcome, log_tail
 from runners.roles import PROBE_TIMEOUT_S, Roles
@@ -33,6 +35,7 @@ def run(spec_path: str, submitter: str | None = None) -> dict[str, Any]:
     spec = JobSpec.read(Path(spec_path))
     job_dir = spec.job_dir()
     warden.become_subreaper()
+    keep_earlier(job_dir)
     with EventLog(job_dir / "events.jsonl", job=job_dir.name) as events:
         outcome = asyncio.run(Job(spec, events).run(submitter))
         outcome.write(job_dir)
@@ -46,6 +49,13 @@ def run(spec_path: str, submitter: str | None = None) -> dict[str, Any]:
             elapsed_s=outcome.elapsed_s,
         )
     return asdict(outcome)
+
+
+def keep_earlier(job_dir: Path) -> None:
+    """The outcome of an earlier attempt becomes outcome.<n>.json."""
+    path = job_dir / "outcome.json"
+    if path.exists():
+        path.rename(job_dir / f"outcome.{len(list(job_dir.glob('outcome.*.json'))) + 1}.json")
 
 
 def time_limit_s(spec: JobSpec) -> float:
@@ -71,6 +81,7 @@ class Job:
     def __init__(self, spec: JobSpec, events: EventLog) -> None:
         self.spec = spec
         self.events = events
+        self.on_slurm = spec.cluster_profile["executor"] == "slurm"
         self.roles = Roles(spec, events, lambda name: self._end(JobCode.ROLE_DIED, f"{name} ended"))
         self.outcomes = {point.id: PointOutcome(point.id, "not_run") for point in spec.points}
         self._ended: asyncio.Future[JobFailure] | None = None
@@ -90,6 +101,12 @@ class Job:
         return self._outcome(failure, round(time.monotonic() - started, 3))
 
     async def _flow(self) -> None:
+        if self.on_slurm:
+            with self._stage("nodes"):
+                await self._take_nodes()
+        remaining = [point for point in self.spec.points if not self._measured(point)]
+        if not remaining:
+            return
         with self._stage("weights"):
             await weights.stage(self.spec)
         with self._stage("start"):
@@ -98,11 +115,36 @@ class Job:
             await self.roles.wait_ready()
         with self._stage("canary"):
             await canary.run_canary(self.spec.router_url(), self.spec.model_id, self.spec.canary)
-        for point in self.spec.points:
+        for point in remaining:
             self.outcomes[point.id] = PointOutcome(point.id, "failed", message="cut short by the end of the job")
             self.outcomes[point.id] = await points.measure(self.spec, point, self.events)
             if self.outcomes[point.id].status != "produced":
                 await self.roles.check()
+
+    def _measured(self, point: PointSpec) -> bool:
+        """Whether an earlier attempt of this job, which has this fingerprint, has produced the point."""
+        result, _ = points.read_result(self.spec.job_dir(), point.id)
+        if result is None:
+            points.set_aside(self.spec.job_dir(), point.id)
+            return False
+        self.outcomes[point.id] = PointOutcome(point.id, "produced", result.verdict.valid, message="measured before")
+        return True
+
+    async def _take_nodes(self) -> None:
+        """Binds the job to its allocation. Raises JobFailure (REQUEUED, ALLOCATION, ...)."""
+        restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
+        if restarts:
+            raise JobFailure(
+                JobCode.REQUEUED,
+                f"Slurm started this job again (restart {restarts}) after taking its nodes away: a silent second run "
+                "would pass for the first; nothing was measured",
+            )
+        allocation = await discover()
+        names = [node.name for node in allocation.nodes]
+        self.events.write("launch", what="allocation", name=allocation.job_id, nodes=names)
+        self.spec = await bind(self.spec, allocation)
+        self.spec.write(self.spec.job_dir() / "spec.json")
+        self.roles.use(self.spec, allocation)
 
     async def _until_ended(
         self, flow: Coroutine[Any, Any, None], ended: asyncio.Future[JobFailure]
@@ -182,6 +224,7 @@ class Job:
             role=process.role if process else None,
             process=failure.process,
             node=process.node if process else None,
+            host=failure.host,
             exit_code=failure.exit_code,
             log=str(failure.log) if failure.log else None,
             log_tail=log_tail(failure.log),

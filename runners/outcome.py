@@ -29,7 +29,21 @@ class JobCode(StrEnum):
     INTERRUPTED = "interrupted"
     TEARDOWN_INCOMPLETE = "teardown_incomplete"
     ORCHESTRATOR_LOST = "orchestrator_lost"
+    ALLOCATION = "allocation_failed"
+    FOLDER_NOT_SHARED = "folder_not_shared"
+    DISK_FULL = "disk_full"
+    OUT_OF_MEMORY = "out_of_memory"
+    NODE_FAILED = "node_failed"
+    PREEMPTED = "preempted"
+    REQUEUED = "requeued"
+    CANCELLED = "cancelled"
+    PENDING_DEADLINE = "pending_deadline"
+    SUBMISSION_FAILED = "submission_failed"
     INTERNAL = "internal_error"
+
+
+# Nothing that the recipe did: the same job may well succeed on other nodes.
+INFRASTRUCTURE = frozenset({JobCode.NODE_FAILED, JobCode.PREEMPTED, JobCode.REQUEUED, JobCode.ALLOCATION})
 
 
 class JobFailure(Exception):
@@ -43,6 +57,7 @@ class JobFailure(Exception):
         process: str | None = None,
         exit_code: int | None = None,
         log: Path | None = None,
+        host: str | None = None,
     ) -> None:
         super().__init__(message)
         self.code = code
@@ -50,6 +65,7 @@ class JobFailure(Exception):
         self.process = process
         self.exit_code = exit_code
         self.log = log
+        self.host = host
 
 
 PointStatus = Literal["produced", "failed", "timeout", "not_run"]
@@ -69,7 +85,8 @@ class PointOutcome:
 
 @dataclass(frozen=True)
 class Outcome:
-    """outcome.json. ``exit_code`` is negative for a signal, as in Python's subprocess."""
+    """outcome.json. ``exit_code`` is negative for a signal, as in Python's subprocess; ``host`` is the name of the node
+    at fault, ``slurm`` what Slurm says about the job (id, state, reason, exit code, nodes)."""
 
     outcome: Literal["completed", "failed", "interrupted"]
     code: JobCode
@@ -78,10 +95,12 @@ class Outcome:
     role: str | None = None
     process: str | None = None
     node: int | None = None
+    host: str | None = None
     exit_code: int | None = None
     log: str | None = None
     log_tail: tuple[str, ...] = ()
     elapsed_s: float = 0.0
+    slurm: dict[str, Any] | None = None
 
     def with_points(self, points: Sequence[PointOutcome]) -> Outcome:
         """The same end with other points."""

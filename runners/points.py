@@ -99,6 +99,15 @@ def read_result(job_dir: Path, point_id: str) -> tuple[PointResult | None, str]:
     return (result, "") if result.point == point_id else (None, f"{path} is the result of {result.point}")
 
 
+def set_aside(job_dir: Path, point_id: str) -> None:
+    """What an attempt without a result has left of a point moves to raw/: the next one starts in an empty folder."""
+    folder = job_dir / "points" / point_id
+    if folder.exists():
+        kept = job_dir / "raw" / "earlier"
+        kept.mkdir(parents=True, exist_ok=True)
+        folder.rename(kept / f"{point_id}-{len(list(kept.iterdir())) + 1}")
+
+
 async def _follow_progress(job_dir: Path, point: PointSpec, events: EventLog) -> None:
     """Hands on what the client says in points/<id>/progress.json, ``{"done": n, "total": m}``, when it changes."""
     path = job_dir / "points" / point.id / "progress.json"

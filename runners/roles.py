@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import time
 from collections.abc import Callable
 
@@ -11,8 +12,9 @@ import aiohttp
 
 from configs.job import JobSpec, ProcessSpec
 from runners import launch, warden
+from runners.allocation import Allocation
 from runners.events import EventLog
-from runners.outcome import JobCode, JobFailure
+from runners.outcome import JobCode, JobFailure, log_tail
 
 START_ORDER = ("metaserver", "decode", "aggregated", "prefill", "router")
 ROLE_GRACE_S = 8.0  # vLLM on a CPU takes 3 s from SIGTERM
@@ -21,22 +23,31 @@ PROBE_TIMEOUT_S = 10.0
 SETTLE_S = 0.2  # roles that die together are told apart by their own clocks, not by which report came first
 PORT_RELEASE_S = 5.0
 KILL_S = 5.0
+# What slurmstepd and srun write when memory ran out, with and without cgroups.
+OUT_OF_MEMORY = re.compile(r"oom[-_ ]?kill|out of memory|exceeded (job |step )?memory limit", re.IGNORECASE)
 
 
 class Roles:
-    """All role processes of one job on this node. ``on_death`` is called with the name of every role that ends."""
+    """All role processes of one job, on this node or on those of an allocation (`use`).
+
+    ``on_death`` is called with the name of every role that ends."""
 
     def __init__(self, spec: JobSpec, events: EventLog, on_death: Callable[[str], None]) -> None:
         self._spec = spec
         self._events = events
         self._on_death = on_death
         self._running: dict[str, launch.Running] = {}
+        self._allocation: Allocation | None = None
         self._ordered = sorted(spec.processes, key=lambda process: START_ORDER.index(process.role))
+
+    def use(self, spec: JobSpec, allocation: Allocation) -> None:
+        """From now on: the same job, bound to the nodes of an allocation."""
+        self._spec, self._allocation = spec, allocation
 
     async def start(self) -> None:
         """Starts all, decode first and the router last, without waiting for one to be ready. Raises JobFailure."""
         for process in self._ordered:
-            role = await launch.start_role(self._spec, process, grace_s=ROLE_GRACE_S)
+            role = await launch.start_role(self._spec, process, grace_s=ROLE_GRACE_S, allocation=self._allocation)
             self._running[process.name] = role
             role.exited.add_done_callback(lambda _, name=process.name: self._on_death(name))  # type: ignore[misc]
             self._events.write(
@@ -47,6 +58,7 @@ class Roles:
                 pid=role.pid,
                 keeper=role.keeper_pid,
                 node=process.node,
+                host=self._host(process.name),
                 log=str(role.log),
                 ports={name: port for name, (_, port) in self._addresses(process).items()},
             )
@@ -74,6 +86,7 @@ class Roles:
                     f"{process.name} no longer answers: {reason}",
                     process=process.name,
                     log=self._running[process.name].log,
+                    host=self._host(process.name),
                 )
 
     async def first_death(self) -> JobFailure | None:
@@ -86,12 +99,15 @@ class Roles:
         if not dead:
             return None
         ended, role = min(dead, key=lambda item: item[0].at_s)
+        slurm_says = " | ".join(line for line in log_tail(role.errors, 5) if "cpu binding" not in line)
+        starved = OUT_OF_MEMORY.search(slurm_says) is not None
         return JobFailure(
-            JobCode.ROLE_DIED,
-            f"{role.name} {ended.describe()} while it was needed",
+            JobCode.OUT_OF_MEMORY if starved else JobCode.ROLE_DIED,
+            f"{role.name} {ended.describe()} while it was needed" + (f"; Slurm: {slurm_says}" if slurm_says else ""),
             process=role.name,
             exit_code=ended.returncode,
             log=role.log,
+            host=self._host(role.name),
         )
 
     async def stop(self) -> list[str]:
@@ -104,7 +120,7 @@ class Roles:
         for process in self._ordered:
             if process.name in self._running:
                 for name, (host, port) in self._addresses(process).items():
-                    if problem := await _released(host, port):
+                    if problem := await _released(host, port, here=self._allocation is None):
                         left.append(f"{name} port {host}:{port} of {process.name} {problem}")
         return left
 
@@ -117,6 +133,7 @@ class Roles:
                     f"{process.name} was not ready within {process.readiness.timeout_s:g} s: {reason}",
                     process=process.name,
                     log=self._running[process.name].log,
+                    host=self._host(process.name),
                 )
             await asyncio.sleep(PROBE_S)
         self._events.write("stage", name="ready", state="progress", process=process.name)
@@ -135,6 +152,10 @@ class Roles:
         except aiohttp.ClientError as error:
             return f"{url}: {error}"
 
+    def _host(self, name: str) -> str | None:
+        """Name of the node that a process runs on; None outside an allocation."""
+        return self._allocation.nodes[self._spec.process(name).node].name if self._allocation else None
+
     def _addresses(self, process: ProcessSpec) -> dict[str, tuple[str, int]]:
         host = self._spec.resolve(f"@host:{process.name}@")
         return {port: (host, int(self._spec.resolve(f"@port:{process.name}:{port}@"))) for port in process.ports}
@@ -150,10 +171,21 @@ async def kill_descendants(deadline_s: float) -> list[int]:
     return left
 
 
-async def _released(host: str, port: int) -> str | None:
-    """None as soon as the port can be bound again, else why it cannot at the deadline."""
+async def _still_answers(host: str, port: int) -> str | None:
+    """None when nothing listens there, or the node is gone."""
+    try:
+        async with asyncio.timeout(PORT_RELEASE_S):
+            _, writer = await asyncio.open_connection(host, port)
+    except OSError:
+        return None
+    writer.close()
+    return "still answers"
+
+
+async def _released(host: str, port: int, *, here: bool) -> str | None:
+    """None as soon as the port is free again, else what is wrong with it at the deadline."""
     deadline = time.monotonic() + PORT_RELEASE_S
-    while problem := launch.port_problem(host, port):
+    while problem := launch.port_problem(host, port) if here else await _still_answers(host, port):
         if time.monotonic() >= deadline:
             return problem
         await asyncio.sleep(PROBE_S)

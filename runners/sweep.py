@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from configs.job import JobSpec
+    from runners.events import Event, EventLog
+    from runners.follow import Interruptions
     from runners.outcome import Outcome
     from runners.preflight import Finding
     from runners.progress import Progress
@@ -31,6 +33,7 @@ class Options:
     output_dir: Path = Path("results")
     changelog: Path | None = None
     json_records: bool = False
+    cluster: str | None = None
 
 
 class PreflightError(Exception):
@@ -47,7 +50,7 @@ def sweep(options: Options) -> int:
     from runners.expand import expand
     from runners.progress import create_progress
 
-    specs = expand(load_matrix(options.config), options.only)
+    specs = expand(load_matrix(options.config, options.cluster), options.only)
     preflight(specs, options)
     bound = bind(specs, options, create=True)
     progress = create_progress(json_records=options.json_records)
@@ -62,7 +65,7 @@ def plan(options: Options) -> list[JobSpec]:
     from configs.load import load_matrix
     from runners.expand import expand
 
-    return bind(expand(load_matrix(options.config), options.only), options, create=False)
+    return bind(expand(load_matrix(options.config, options.cluster), options.only), options, create=False)
 
 
 def preflight(specs: Sequence[JobSpec], options: Options) -> list[Finding]:
@@ -79,7 +82,7 @@ def preflight(specs: Sequence[JobSpec], options: Options) -> list[Finding]:
 
 def bind(specs: Sequence[JobSpec], options: Options, *, create: bool) -> list[JobSpec]:
     """The specs with run folder, ports and paths. With ``create``, the folder and every spec.json are written."""
-    from runners.bindings import bind_local, bind_preview
+    from runners.bindings import bind_folders, bind_local, bind_preview
     from runners.expand import job_id
     from runners.run_folder import create_run_folder, point_latest, run_fingerprint, run_name
     from runners.weights import model_dir
@@ -89,7 +92,7 @@ def bind(specs: Sequence[JobSpec], options: Options, *, create: bool) -> list[Jo
     if create:
         run_dir = create_run_folder(options.output_dir, name, fingerprint, now)
     bound = [
-        (bind_local if create or spec.cluster_profile["executor"] == "local" else bind_preview)(
+        (bind_local if on_this_machine(spec) else bind_folders if create else bind_preview)(
             spec,
             run_id=run_dir.name,
             job_id=job_id(spec),
@@ -103,15 +106,122 @@ def bind(specs: Sequence[JobSpec], options: Options, *, create: bool) -> list[Jo
         (spec.job_dir() / "logs").mkdir(parents=True)
         spec.write(spec.job_dir() / "spec.json")
     if create:
+        write_record(run_dir, options)
         point_latest(run_dir)
     return bound
 
 
-def execute(specs: Sequence[JobSpec], options: Options, progress: Progress) -> int:
-    """Runs bound jobs one after another (they share this machine), judges the run, appends, reports."""
-    from runners.events import Event, EventLog
-    from runners.follow import Interruptions, follow
+def on_this_machine(spec: JobSpec) -> bool:
+    """No scheduler: the job's processes start where this one runs."""
+    return bool(spec.cluster_profile["executor"] == "local")
+
+
+RECORD = "sweep.json"
+
+
+def write_record(run_dir: Path, options: Options) -> None:
+    """What was asked for, so that the run can be taken up again without saying it twice."""
+    from runners.outcome import write_json
+
+    write_json(
+        run_dir / RECORD,
+        {
+            "config": str(options.config),
+            "only": list(options.only),
+            "changelog": str(options.changelog) if options.changelog else None,
+            "cluster": options.cluster,
+        },
+    )
+
+
+def resume(run_dir: Path, *, json_records: bool = False) -> int:
+    """Takes a run up again: watches what still runs, collects what has ended, submits only what is missing.
+
+    Raises RunFolderError for a folder that is no run."""
+    import json
+
+    from runners.progress import create_progress
+    from runners.run_folder import RunFolderError
+
+    run_dir = run_dir.resolve()
+    try:
+        record = json.loads((run_dir / RECORD).read_text())
+        changelog = Path(record["changelog"]) if record["changelog"] else None
+        options = Options(
+            Path(record["config"]), tuple(record["only"]), run_dir.parent, changelog, json_records, record["cluster"]
+        )
+    except (OSError, ValueError, KeyError) as error:
+        raise RunFolderError(f"{run_dir}: not the folder of a run ({RECORD}: {error})") from error
+    specs = read_specs(run_dir)
+    if all(on_this_machine(spec) for spec in specs):
+        specs = [rebind(spec) for spec in specs]
+    progress = create_progress(json_records=json_records)
+    try:
+        return execute(specs, options, progress)
+    finally:
+        progress.close()
+
+
+def read_specs(run_dir: Path) -> list[JobSpec]:
+    """The jobs of a run, in the order of their folders. Raises RunFolderError when there is none."""
+    from configs.job import JobSpec
+    from runners.run_folder import RunFolderError
+
+    paths = sorted(run_dir.glob("*/spec.json"))
+    if not paths:
+        raise RunFolderError(f"{run_dir}: holds no job (no */spec.json)")
+    return [JobSpec.read(path) for path in paths]
+
+
+def rebind(spec: JobSpec) -> JobSpec:
+    """A job of an earlier sweep with ports that are free now."""
+    from runners.bindings import bind_local
+
+    assert spec.run is not None
+    bound = bind_local(
+        spec,
+        run_id=spec.run.run_id,
+        job_id=spec.run.job_id,
+        run_dir=Path(spec.run.run_dir),
+        model_dir=Path(spec.run.bindings["model"]),
+        created_at=spec.run.created_at,
+    )
+    bound.write(bound.job_dir() / "spec.json")
+    return bound
+
+
+def run_jobs(
+    specs: Sequence[JobSpec], interruptions: Interruptions, log: EventLog, progress: Progress
+) -> Iterator[tuple[JobSpec, Outcome]]:
+    """Every job that has ended, with its outcome: on this machine one after another, as they share it."""
+    from runners.fleet import Fleet
+    from runners.follow import follow
+    from runners.outcome import Outcome
     from runners.submit import submit
+
+    def relay(event: Event) -> None:
+        log.copy(event)
+        progress.event(event)
+
+    remote = [spec for spec in specs if not on_this_machine(spec)]
+    if remote:
+        outcomes = Fleet(remote, interruptions, relay, progress.note).run()
+        yield from ((spec, outcome) for spec, outcome in zip(remote, outcomes, strict=True) if outcome is not None)
+    for spec in specs:
+        if interruptions.count or spec in remote:
+            continue
+        earlier = Outcome.read(spec.job_dir())
+        if earlier is not None and all(point.status == "produced" for point in earlier.points):
+            yield spec, earlier
+            continue
+        progress.event(log.write("launch", what="job", name=spec.job_dir().name))
+        yield spec, follow(submit(spec), interruptions, relay, progress.note)
+
+
+def execute(specs: Sequence[JobSpec], options: Options, progress: Progress) -> int:
+    """Runs bound jobs to their ends, judges the run, appends, reports."""
+    from runners.events import EventLog
+    from runners.follow import Interruptions
     from runners.warden import become_subreaper
 
     assert specs[0].run is not None
@@ -119,25 +229,18 @@ def execute(specs: Sequence[JobSpec], options: Options, progress: Progress) -> i
     become_subreaper()
     outcomes: list[Outcome] = []
     with EventLog(run_dir / "events.jsonl") as log:
-
-        def relay(event: Event) -> None:
-            log.copy(event)
-            progress.event(event)
-
         points = sum(len(spec.points) for spec in specs)
         progress.event(
             log.write("launch", what="run", name=run_dir.name, folder=str(run_dir), jobs=len(specs), points=points)
         )
         with Interruptions().counted() as interruptions:
-            for spec in specs:
-                progress.event(log.write("launch", what="job", name=spec.job_dir().name))
-                outcome = follow(submit(spec), interruptions, relay, progress.note)
+            for spec, outcome in run_jobs(specs, interruptions, log, progress):
                 outcomes.append(outcome)
                 if outcome.outcome != "completed":
                     show_failure(outcome, spec, progress)
-                if interruptions.count:
-                    break
         interrupted = interruptions.count > 0
+        if interrupted and len(outcomes) < len(specs):
+            progress.note(f"`baton resume {run_dir}` takes the run up again")
         rows = collect(run_dir)
         status = exit_status(specs, outcomes, rows, interrupted=interrupted)
         if not interrupted and any(row["verdict"]["valid"] for row in rows):
@@ -240,7 +343,8 @@ def print_summary(rows: Sequence[dict[str, Any]]) -> None:
 
 def show_failure(outcome: Outcome, spec: JobSpec, progress: Progress) -> None:
     """Who failed first, where, and its last words."""
-    who = f" by {outcome.process} on node {outcome.node}" if outcome.role else ""
+    node = outcome.host or outcome.node
+    who = f" by {outcome.process} on node {node}" if outcome.role else f" on node {node}" if outcome.host else ""
     progress.note(f"{spec.job_dir().name}: {outcome.code}{who}: {outcome.message}")
     for line in outcome.log_tail:
         progress.note(f"    {line}")

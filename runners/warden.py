@@ -11,11 +11,11 @@ Every role and every measurement runs under a warden of its own, a small process
 - The process dies with its warden (PR_SET_PDEATHSIG), so killing the warden leaves nothing in charge of a port.
 
 Reports, one JSON object a line on stdout: ``{"started": pid}`` or ``{"error": text}``; ``{"exited": returncode,
-"at_s": monotonic seconds}`` as soon as the process ends; ``{"gone": true, "killed": [command lines], "left": [pids]}``
-when its tree has.
+"at_s": seconds since the epoch}`` as soon as the process ends (nodes share no other clock); ``{"gone": true, "killed":
+[command lines], "left": [pids]}`` when its tree has.
 
 Run as a file, not as a module: ``python -I -S warden.py --log FILE --cwd DIR --grace-s N -- ARGV...``; the environment
-it gets is the one it hands on.
+it gets is the one it hands on. On another node it runs under ``srun``, which carries orders and reports.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ PR_SET_CHILD_SUBREAPER = 36
 LEFTOVER_GRACE_S = 2.0  # what a child that its own parent left behind gets between TERM and KILL
 KILL_DEADLINE_S = 10.0  # past this a killed process sits in the kernel and cannot be helped
 POLL_S = 0.05
+AFTER_TIMEOUT_S = 20.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -102,8 +103,9 @@ def send(pid: int, number: int) -> None:
 class Warden:
     """One process and its tree; `run` returns when all of it is gone."""
 
-    def __init__(self, argv: list[str], log: str, cwd: str, grace_s: float) -> None:
+    def __init__(self, argv: list[str], log: str, cwd: str, grace_s: float, after: list[str] | None = None) -> None:
         self.argv, self.log, self.cwd, self.grace_s = argv, log, cwd, grace_s
+        self.after = after or []
         self.main = 0
         self.exited = False
         self.told: str | None = None  # stop or kill, once anybody has said so
@@ -129,6 +131,7 @@ class Warden:
         while not self.exited and self.told is None:
             self.listen()
         left = self.end_tree()
+        self.clean_up()
         report(gone=True, killed=self.killed, left=left)
         return 0
 
@@ -183,7 +186,7 @@ class Warden:
                 return
             if pid == self.main:
                 self.exited = True
-                report(exited=os.waitstatus_to_exitcode(status), at_s=time.monotonic())
+                report(exited=os.waitstatus_to_exitcode(status), at_s=time.time())
 
     def end_tree(self) -> list[int]:
         """TERM to the process, then to what it leaves behind, then KILL to all. Returns what would not die."""
@@ -203,6 +206,13 @@ class Warden:
             self.listen(POLL_S)
         self.reap()
         return tree
+
+    def clean_up(self) -> None:
+        """Runs the command that removes what is not below this process: a container belongs to its daemon."""
+        if self.after:
+            with contextlib.suppress(OSError, subprocess.TimeoutExpired), Path(self.log).open("ab") as log:
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                subprocess.run(self.after, stdin=subprocess.DEVNULL, stdout=log, stderr=log, timeout=AFTER_TIMEOUT_S)
 
     def wait_until(self, reached: Callable[[], bool], grace_s: float) -> None:
         """Returns when ``reached``, after the grace, or as soon as the order is to kill."""
@@ -237,9 +247,10 @@ def main() -> int:
     parser.add_argument("--log", required=True)
     parser.add_argument("--cwd", required=True)
     parser.add_argument("--grace-s", type=float, default=5.0)
+    parser.add_argument("--after", type=json.loads, default=[], help="JSON list: a command to run when all is gone")
     parser.add_argument("argv", nargs="+")
     options = parser.parse_args()
-    return Warden(options.argv, options.log, options.cwd, options.grace_s).run()
+    return Warden(options.argv, options.log, options.cwd, options.grace_s, options.after).run()
 
 
 if __name__ == "__main__":

@@ -68,6 +68,8 @@ class Handler(BaseHTTPRequestHandler):
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--eat-mib", type=int, default=0, help="memory to take once it serves")
     parser.add_argument("--ready-after-s", type=float, default=0.0)
     parser.add_argument("--depends-on", help="URL that must answer 200 before this is ready")
     parser.add_argument("--crash", type=int, help="exit with this status at once")
@@ -81,8 +83,10 @@ def main() -> None:
         print("the last words of a role", file=sys.stderr)
         sys.exit(options.crash)
     signal.signal(signal.SIGTERM, signal.SIG_IGN if options.deaf else lambda *_: os._exit(0))
-    server = ThreadingHTTPServer(("127.0.0.1", options.port), Handler)
-    print(f"ready http://127.0.0.1:{options.port}", flush=True)
+    server = ThreadingHTTPServer((options.host, options.port), Handler)
+    print(f"ready http://{options.host}:{options.port}", flush=True)
+    eaten = bytearray(options.eat_mib << 20)
+    eaten[::4096] = b"x" * len(eaten[::4096])
     server.serve_forever()
 
 
