@@ -14,7 +14,7 @@ INSTALL_S = 60.0
 INIT_S = {"cpu": 40.0, "gpu": 180.0}  # process start, profiling, graphs
 PREFILL_TOKENS_S = {"cpu": 400.0, "gpu": 8000.0}
 TOKEN_S = {"cpu": 0.03, "gpu": 0.01}
-ANSWER_SHARE = 0.25  # of an eval's output limit
+ANSWER_TOKENS = 300  # of a GSM8K problem, whatever the limit
 GSM8K_TEST_PROBLEMS = 1319
 EVAL_PROMPT_TOKENS = 1000
 
@@ -72,6 +72,12 @@ def weights_gib(model: Model) -> float:
     return 2 * (shape.layers * (dense + experts) + shape.vocab_size * shape.hidden_size) / 2**30
 
 
+def limit_s(spec: JobSpec) -> float | None:
+    """The site's limit on a job, in seconds; None without one."""
+    slurm = spec.cluster_profile.get("slurm")
+    return None if spec.cluster_profile["executor"] == "local" or not slurm else 60.0 * slurm["time-limit-min"]
+
+
 def duration(seconds: float) -> str:
     """``1 h 05 min``, ``12 min`` or ``45 s``."""
     if seconds < 120:
@@ -89,7 +95,7 @@ def _point_s(point: PointSpec, kind: str) -> float:
         return point.duration_s + min(point.warmup_grace_s, point.warmup_requests_per_lane * 60.0)
     if point.scenario == "gsm8k":
         problems = point.problems or GSM8K_TEST_PROBLEMS
-        each = EVAL_PROMPT_TOKENS / PREFILL_TOKENS_S[kind] + ANSWER_SHARE * point.max_tokens * TOKEN_S[kind]
+        each = EVAL_PROMPT_TOKENS / PREFILL_TOKENS_S[kind] + min(ANSWER_TOKENS, point.max_tokens) * TOKEN_S[kind]
         return problems / point.conc * each
     requests = point.requests + point.warmup_requests
     # Prompts are computed one after another, outputs side by side.

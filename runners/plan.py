@@ -9,7 +9,7 @@ from typing import Any
 
 from configs.job import JobSpec, Parallelism, PointSpec, PrepareStep, ProcessSpec
 from runners.bindings import PREVIEW_HOST
-from runners.estimate import duration, estimate
+from runners.estimate import duration, estimate, limit_s
 from runners.limitations import limitations
 from runners.memory import MemoryUnknown, plan_memory
 
@@ -38,7 +38,11 @@ def to_json(spec: JobSpec) -> dict[str, Any]:
         "acceptance": spec.acceptance.model_dump(mode="json", by_alias=True),
         "processes": [_process_json(spec, process) for process in spec.processes],
         "memory": memory_json(spec),
-        "estimate": {"about-s": estimate(spec).about, "at-most-s": estimate(spec).at_most},
+        "estimate": {
+            "about-s": estimate(spec).about,
+            "at-most-s": estimate(spec).at_most,
+            "limit-s": limit_s(spec),
+        },
         "notes": notes(spec),
         "expected": expected_results(spec),
         "points": [point.model_dump(mode="json", by_alias=True) for point in spec.points],
@@ -94,6 +98,9 @@ def memory_json(spec: JobSpec) -> dict[str, Any] | None:
 def notes(spec: JobSpec) -> list[str]:
     """What a reader must know before starting this: limits of this version, provisional figures."""
     found = limitations(spec)
+    about, limit = estimate(spec).about_s, limit_s(spec)
+    if limit is not None and about > limit:
+        found.append(f"about {duration(about)} are needed and the site gives a job {duration(limit)}: split the entry.")
     if spec.acceptance.provisional:
         found.append(f"the acceptance curve {spec.acceptance.curve} is provisional: it was not measured on this model.")
     return found
@@ -150,6 +157,9 @@ def _lines(spec: JobSpec) -> Iterator[str]:
     for phase, seconds in times.about.items():
         yield _field(phase, f"about {duration(seconds)}, at most {duration(times.at_most[phase])}")
     yield _field("in all", f"about {duration(times.about_s)}, at most {duration(times.at_most_s)}")
+    limit = limit_s(spec)
+    if limit is not None:
+        yield _field("limit", f"{duration(limit)}, the site's")
     for note in notes(spec):
         yield ""
         yield f"note: {note}"
