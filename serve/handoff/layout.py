@@ -30,6 +30,29 @@ DTYPE_BYTES: Mapping[str, int] = {
 
 LLAMA_FAMILY = frozenset({"llama", "mistral", "qwen2", "qwen3"})
 MLA_FAMILY = frozenset({"deepseek_v2", "deepseek_v3", "deepseek_v32", "glm_moe_dsa", "glm4_moe_lite"})
+SPARSE_FAMILY = frozenset({"deepseek_v32", "glm_moe_dsa"})
+
+
+def indexer_layers(hf_config: Mapping[str, Any]) -> tuple[int, ...]:
+    """The layers that choose their own tokens ("full"); the others reuse the last full layer's choice.
+
+    From indexer_types, else index_topk_pattern (F and S), else index_topk_freq and index_skip_topk_offset: layer l is
+    full when max(l - offset + 1, 0) is a multiple of freq. MTP layers, always full, are not counted. Raises ValueError
+    when the types do not fit the layers, or the first layer has nothing to reuse.
+    """
+    layers = _positive(hf_config, "num_hidden_layers")
+    types = hf_config.get("indexer_types") or hf_config.get("index_topk_pattern")
+    if types is None:
+        freq, offset = max(hf_config.get("index_topk_freq") or 1, 1), hf_config.get("index_skip_topk_offset", 2)
+        full = [layer for layer in range(layers) if max(layer - offset + 1, 0) % freq == 0]
+    else:
+        full = [layer for layer, kind in enumerate(types) if kind in ("full", "F")]
+        if len(types) < layers:
+            raise ValueError(f"config.json: {len(types)} indexer types for {layers} layers")
+    full = [layer for layer in full if layer < layers]
+    if not full or full[0] != 0:
+        raise ValueError("config.json: the first layer must be a full indexer layer, there is nothing to reuse yet")
+    return tuple(full)
 
 
 @dataclass(frozen=True)
@@ -99,7 +122,8 @@ class KVLayout:
         """The layout of a checkpoint's config.json; ``mtp_layers`` more layers follow the model's own.
 
         Llama family: planes k, v with rows (kv_heads, head_dim), k after rope. MLA family: planes latent
-        (kv_lora_rank,) and rope (qk_rope_head_dim,). Raises ValueError for a family or a field it does not know.
+        (kv_lora_rank,) and rope (qk_rope_head_dim,), and with sparse attention index_k (index_head_dim,) on the
+        layers that select for themselves. Raises ValueError for a family or a field it does not know.
         """
         family = hf_config.get("model_type")
         layers = tuple(range(_positive(hf_config, "num_hidden_layers") + mtp_layers))
@@ -116,6 +140,9 @@ class KVLayout:
             latent = (_positive(hf_config, "kv_lora_rank"),)
             rotary = (_positive(hf_config, "qk_rope_head_dim"),)
             planes = (Plane("latent", layers, latent, kv_dtype), Plane("rope", layers, rotary, kv_dtype))
+            if family in SPARSE_FAMILY:
+                full = (*indexer_layers(hf_config), *layers[len(layers) - mtp_layers :])
+                planes += (Plane("index_k", full, (_positive(hf_config, "index_head_dim"),), kv_dtype),)
             rope = "interleaved" if hf_config.get("rope_interleave", True) else "neox"
         else:
             known = ", ".join(sorted(LLAMA_FAMILY | MLA_FAMILY))

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+FP8_BLOCK = 128
 
 TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 _STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -85,6 +86,16 @@ class Checkpoint:
                 f"config.json asks for {list(shape)}"
             )
         return self._files[stored.file].get_tensor(name)
+
+    def dequantised(self, name: str, shape: Iterable[int]) -> torch.Tensor:
+        """As tensor(); block-scaled fp8 (``NAME_scale_inv`` beside it, one number a 128 x 128 block) as float32."""
+        weight = self.tensor(name, shape)
+        if weight.dtype != torch.float8_e4m3fn:
+            return weight
+        rows, columns = weight.shape
+        scale = self.tensor(name + "_scale_inv", (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))).float()
+        scale = scale.repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
+        return weight.float() * scale
 
     def require_dtype(self, dtype: str) -> None:
         """Raises CheckpointError naming the first tensor not stored in ``dtype`` (float32, bfloat16, float16)."""

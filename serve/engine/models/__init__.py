@@ -9,17 +9,31 @@ import torch
 
 from serve.engine.models.base import DecoderModel
 from serve.engine.models.deepseek_v3 import DeepseekV3Model
+from serve.engine.models.glm_moe_dsa import GlmMoeDsaModel
 from serve.engine.models.llama import LlamaModel
 from serve.weights.index import Checkpoint
 
-_MODELS: dict[str, Callable[..., DecoderModel]] = {"deepseek_v3": DeepseekV3Model, "llama": LlamaModel}
+_MODELS: dict[str, Callable[..., DecoderModel]] = {
+    "deepseek_v3": DeepseekV3Model,
+    "glm_moe_dsa": GlmMoeDsaModel,
+    "llama": LlamaModel,
+}
 
 
 def create_model(
-    config: Mapping[str, Any], checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, max_model_len: int
+    config: Mapping[str, Any],
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    max_model_len: int,
+    *,
+    mtp: bool = False,
 ) -> DecoderModel:
-    """The model of ``config`` (config.json's content), loaded. Raises ValueError for what no model file supports."""
+    """The model of ``config`` (config.json's content), loaded; with ``mtp`` a DraftingModel.
+
+    Raises ValueError for what no model file supports.
+    """
     kind = config.get("model_type")
     if kind not in _MODELS:
         raise ValueError(f"config.json: model_type {kind!r} is not supported, only {', '.join(sorted(_MODELS))}")
-    return _MODELS[kind](config, checkpoint, dtype, device, max_model_len)
+    return _MODELS[kind](config, checkpoint, dtype, device, max_model_len, mtp=mtp)

@@ -50,6 +50,24 @@ class DecoderModel(Protocol):
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         """logits_NV."""
 
+    def extract(self, cache: Any, layer: int, start: int, end: int) -> LayerKV:
+        """The rows of positions start..end-1 of one layer as inject() takes them; copies or views of the cache."""
+
+
+class DraftingModel(DecoderModel, Protocol):
+    """A DecoderModel loaded with its checkpoint's multi-token prediction (MTP) layer, the last of its kv_layers."""
+
+    def draft(
+        self, token_ids_N: torch.Tensor, hidden_NE: torch.Tensor, spans: Sequence[Span], carried: Any
+    ) -> tuple[torch.Tensor, Any]:
+        """(hidden_NE after the layer's norm, what the next iteration gets as ``carried``).
+
+        Row i of a span takes the hidden state of position start + i and the token *after* that position, writes the
+        MTP layer's cache row of that position, and its logits are of the token after the one it was given. The first
+        iteration of a step gets ``carried`` None and rows that the verified tokens bring; each further one a row a
+        span, with the token and hidden state that the one before produced.
+        """
+
 
 def positions(spans: Sequence[Span], device: torch.device) -> torch.Tensor:
     """positions_N of a forward's tokens."""

@@ -12,6 +12,7 @@ they lie: score = (q_S @ up_k) . latent_R + q_P . k_P, and out = (softmax(score)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from serve.engine.base import LayerKV
 from serve.engine.kv_cache import CachePlane, KVRegion
 from serve.engine.linear import Linear
 from serve.engine.models.base import Span, check_rows, positions
+from serve.engine.models.mtp import MtpHead
 from serve.engine.moe import MoE
 from serve.engine.rope import RotaryTable, rope_parameters, rotate, yarn_mscale
 from serve.engine.swiglu import SwiGLU
@@ -30,11 +32,23 @@ from serve.weights.index import Checkpoint
 LATENT_NORM_EPS = 1e-6
 
 
+@dataclass
+class Step:
+    """What all layers of one forward share. ``chosen`` is sparse attention's, see glm_moe_dsa.py."""
+
+    cos_N1P: torch.Tensor
+    sin_N1P: torch.Tensor
+    spans: Sequence[Span]
+    hidden_masks: Sequence[torch.Tensor | None]
+    chosen: list[torch.Tensor | None] = field(default_factory=list)
+
+
 class DeepseekV3Model:
     """See DecoderModel. A region holds, in each layer, rows_CX of X = R + P: the normed latent, then the rotated key.
 
-    MTP layers of the checkpoint are not loaded. Rotated keys are kept with their pairs as halves; with config.json's
-    rope_interleave the wire has them side by side (as vLLM does), and inject() turns them.
+    With ``mtp`` the checkpoint's first MTP layer is loaded behind the others (see DraftingModel). Rotated keys are kept
+    with their pairs as halves; with config.json's rope_interleave the wire has them side by side (as vLLM does), and
+    inject() turns them.
     """
 
     def __init__(
@@ -44,12 +58,15 @@ class DeepseekV3Model:
         dtype: torch.dtype,
         device: torch.device,
         max_model_len: int,
+        *,
+        mtp: bool = False,
     ) -> None:
         if config.get("hidden_act", "silu") != "silu":
             raise ValueError(f"config.json: hidden_act {config['hidden_act']!r} is not supported, only 'silu'")
         self.vocab_size: int = config["vocab_size"]
         self.hidden: int = config["hidden_size"]
-        self.kv_layers: int = config["num_hidden_layers"]
+        self.main_layers: int = config["num_hidden_layers"]
+        self.kv_layers = self.main_layers + int(mtp)
         self.heads: int = config["num_attention_heads"]
         self.latent: int = config["kv_lora_rank"]
         self.rotary: int = config["qk_rope_head_dim"]
@@ -63,13 +80,19 @@ class DeepseekV3Model:
         self.rope = RotaryTable(config, self.rotary, max_model_len, dtype).to(device)
 
         def load(name: str, *shape: int, keep_float32: bool = False) -> torch.Tensor:
-            return checkpoint.tensor(name, shape).to(device=device, dtype=torch.float32 if keep_float32 else dtype)
+            weight = checkpoint.dequantised(name, shape)
+            return weight.to(device=device, dtype=torch.float32 if keep_float32 else dtype)
 
         self.embed_VE = load("model.embed_tokens.weight", self.vocab_size, self.hidden)
-        self.layers = [_Layer(self, config, load, layer) for layer in range(self.kv_layers)]
+        self.layers = [self.make_layer(config, load, layer) for layer in range(self.kv_layers)]
+        self.mtp = MtpHead(load, f"model.layers.{self.main_layers}.", self.hidden, self.eps) if mtp else None
         self.norm_E = load("model.norm.weight", self.hidden)
         tied = config.get("tie_word_embeddings", False)
         self.head = Linear(self.embed_VE if tied else load("lm_head.weight", self.vocab_size, self.hidden))
+
+    def make_layer(self, config: Mapping[str, Any], load: Callable[..., torch.Tensor], layer: int) -> DecoderLayer:
+        """One decoder layer, the MTP layer's included."""
+        return DecoderLayer(self, config, load, layer)
 
     @property
     def cache_planes(self) -> Sequence[CachePlane]:
@@ -88,19 +111,40 @@ class DeepseekV3Model:
             rope_TP = rope_TP.view(tokens, -1, 2).transpose(1, 2).reshape(tokens, self.rotary)
         rows_TX[:, self.latent :].copy_(rope_TP)
 
+    def extract(self, cache: torch.Tensor, layer: int, start: int, end: int) -> LayerKV:
+        latent_TR, rope_TP = cache[layer, start:end].split((self.latent, self.rotary), dim=-1)
+        if self.interleaved:
+            rope_TP = rope_TP.reshape(end - start, 2, -1).transpose(1, 2).reshape(end - start, self.rotary)
+        return LayerKV(layer, {"latent": latent_TR, "rope": rope_TP})
+
     def forward(self, token_ids_N: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
-        cos_N1P, sin_N1P = self.rope.at(positions(spans, self.device))
-        hidden_masks = [_hidden_mask(span, self.device) for span in spans]
+        step = self.begin(spans)
         x_NE = self.embed_VE[token_ids_N]
-        for index, layer in enumerate(self.layers):
-            x_NE = layer.forward(x_NE, cos_N1P, sin_N1P, spans, hidden_masks, index)
+        for index in range(self.main_layers):
+            x_NE = self.layers[index].forward(x_NE, step, index)
         return F.rms_norm(x_NE, (self.hidden,), self.norm_E, self.eps)
+
+    def draft(
+        self, token_ids_N: torch.Tensor, hidden_NE: torch.Tensor, spans: Sequence[Span], carried: Any
+    ) -> tuple[torch.Tensor, Any]:
+        assert self.mtp is not None, "loaded without its MTP layer"
+        x_NE = self.mtp.combine(self.embed_VE[token_ids_N], hidden_NE)
+        step = self.begin(spans)
+        x_NE = self.layers[self.main_layers].forward(x_NE, step, self.main_layers)
+        return self.mtp.norm(x_NE), None
+
+    def begin(self, spans: Sequence[Span]) -> Step:
+        """What the layers of a forward over ``spans`` share."""
+        cos_N1P, sin_N1P = self.rope.at(positions(spans, self.device))
+        return Step(cos_N1P, sin_N1P, spans, [_hidden_mask(span, self.device) for span in spans])
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         return self.head(hidden_NE)
 
 
-class _Layer:
+class DecoderLayer:
+    """One block: absorbed attention, then experts or a dense feed-forward."""
+
     def __init__(
         self, model: DeepseekV3Model, config: Mapping[str, Any], load: Callable[..., torch.Tensor], layer: int
     ) -> None:
@@ -138,69 +182,75 @@ class _Layer:
         self.out = Linear(out_EO, bias("o_proj", hidden))
         self.mlp_norm_E = load(prefix + "post_attention_layernorm.weight", hidden)
         self.mlp: SwiGLU | MoE
-        if layer < config.get("first_k_dense_replace", 0):
+        if is_dense(config, layer):
             self.mlp = SwiGLU(load, prefix + "mlp.", hidden, config["intermediate_size"])
         else:
             self.mlp = MoE(config, load, prefix + "mlp.")
 
-    def forward(
-        self,
-        x_NE: torch.Tensor,
-        cos_N1P: torch.Tensor,
-        sin_N1P: torch.Tensor,
-        spans: Sequence[Span],
-        hidden_masks: Sequence[torch.Tensor | None],
-        index: int,
-    ) -> torch.Tensor:
+    def forward(self, x_NE: torch.Tensor, step: Step, index: int) -> torch.Tensor:
         model = self.model
         h_NE = F.rms_norm(x_NE, (model.hidden,), self.norm_E, model.eps)
-        query_NHX = self._queries(h_NE, cos_N1P, sin_N1P)
-        rows_NX = self._rows(h_NE, cos_N1P, sin_N1P)
-        mixed_NHR = self._attend(query_NHX, rows_NX, spans, hidden_masks, index)
+        latent_NQ = self._query_latent(h_NE)
+        query_NHX = self._queries(latent_NQ, step)
+        rows_NX = self._rows(h_NE, step)
+        self.select(h_NE, latent_NQ, step, index)
+        mixed_NHR = self.attend(query_NHX, rows_NX, step, index)
         mixed_NHW = torch.bmm(mixed_NHR.transpose(0, 1), self.up_v_HRW).transpose(0, 1)
         x_NE = self.out.plus(mixed_NHW.reshape(len(x_NE), -1), x_NE)
         return self.mlp.plus(F.rms_norm(x_NE, (model.hidden,), self.mlp_norm_E, model.eps), x_NE)
 
-    def _queries(self, h_NE: torch.Tensor, cos_N1P: torch.Tensor, sin_N1P: torch.Tensor) -> torch.Tensor:
+    def select(self, h_NE: torch.Tensor, latent_NQ: torch.Tensor, step: Step, index: int) -> None:
+        """Where sparse attention chooses what each token looks at; here each looks at all before it."""
+
+    def _query_latent(self, h_NE: torch.Tensor) -> torch.Tensor:
+        if self.query_rank is None:
+            return h_NE
+        return F.rms_norm(self.query_down(h_NE), (self.query_rank,), self.query_norm_Q, LATENT_NORM_EPS)
+
+    def _queries(self, latent_NQ: torch.Tensor, step: Step) -> torch.Tensor:
         """The query of each head in the cache rows' own space: query_NHX, X = R + P."""
         model = self.model
-        if self.query_rank is not None:
-            h_NE = F.rms_norm(self.query_down(h_NE), (self.query_rank,), self.query_norm_Q, LATENT_NORM_EPS)
-        query_NHO = self.query(h_NE).view(len(h_NE), model.heads, model.plain + model.rotary)
+        query_NHO = self.query(latent_NQ).view(len(latent_NQ), model.heads, model.plain + model.rotary)
         plain_NHS, rotary_NHP = query_NHO.split((model.plain, model.rotary), dim=-1)
         latent_HNR = torch.bmm(plain_NHS.transpose(0, 1), self.up_k_HSR)
-        return torch.cat((latent_HNR.transpose(0, 1), rotate(rotary_NHP, cos_N1P, sin_N1P)), dim=-1)
+        return torch.cat((latent_HNR.transpose(0, 1), rotate(rotary_NHP, step.cos_N1P, step.sin_N1P)), dim=-1)
 
-    def _rows(self, h_NE: torch.Tensor, cos_N1P: torch.Tensor, sin_N1P: torch.Tensor) -> torch.Tensor:
+    def _rows(self, h_NE: torch.Tensor, step: Step) -> torch.Tensor:
         """What goes into the cache: rows_NX."""
         model = self.model
         latent_NR, key_NP = self.rows(h_NE).split((model.latent, model.rotary), dim=-1)
         latent_NR = F.rms_norm(latent_NR, (model.latent,), self.rows_norm_R, LATENT_NORM_EPS)
-        return torch.cat((latent_NR, rotate(key_NP[:, None], cos_N1P, sin_N1P)[:, 0]), dim=-1)
+        return torch.cat((latent_NR, rotate(key_NP[:, None], step.cos_N1P, step.sin_N1P)[:, 0]), dim=-1)
 
-    def _attend(
-        self,
-        query_NHX: torch.Tensor,
-        rows_NX: torch.Tensor,
-        spans: Sequence[Span],
-        hidden_masks: Sequence[torch.Tensor | None],
-        index: int,
-    ) -> torch.Tensor:
-        model = self.model
+    def attend(self, query_NHX: torch.Tensor, rows_NX: torch.Tensor, step: Step, index: int) -> torch.Tensor:
+        """Writes the new rows and reads all before them: mixed_NHR."""
         mixed = []
         row = 0
-        for span, hidden_N1T in zip(spans, hidden_masks, strict=True):
+        for span, hidden_N1T in zip(step.spans, step.hidden_masks, strict=True):
             new = slice(row, row + span.count)
             row += span.count
-            end = span.start + span.count
-            cached_TX = span.cache[index, :end]
+            cached_TX = span.cache[index, : span.start + span.count]
             cached_TX[span.start :] = rows_NX[new]
-            score_NHT = torch.matmul(query_NHX[new], cached_TX.t()).float() * model.scale
-            if hidden_N1T is not None:
-                score_NHT = score_NHT.masked_fill_(hidden_N1T, -torch.inf)
-            weight_NHT = torch.softmax(score_NHT, dim=-1).to(rows_NX.dtype)
-            mixed.append(torch.matmul(weight_NHT, cached_TX[:, : model.latent]))
+            mixed.append(self.attend_all(query_NHX[new], cached_TX, hidden_N1T))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+    def attend_all(
+        self, query_NHX: torch.Tensor, cached_TX: torch.Tensor, hidden_N1T: torch.Tensor | None
+    ) -> torch.Tensor:
+        """mixed_NHR over one sequence's rows, but for those that ``hidden_N1T`` hides."""
+        score_NHT = torch.matmul(query_NHX, cached_TX.t()).float() * self.model.scale
+        if hidden_N1T is not None:
+            score_NHT = score_NHT.masked_fill_(hidden_N1T, -torch.inf)
+        weight_NHT = torch.softmax(score_NHT, dim=-1).to(cached_TX.dtype)
+        return torch.matmul(weight_NHT, cached_TX[:, : self.model.latent])
+
+
+def is_dense(config: Mapping[str, Any], layer: int) -> bool:
+    """Whether a layer has one feed-forward block in place of experts; an MTP layer never has."""
+    types = config.get("mlp_layer_types")
+    if types is None:
+        return layer < config.get("first_k_dense_replace", 0)
+    return layer < len(types) and types[layer] == "dense"
 
 
 def _attention_scale(config: Mapping[str, Any]) -> float:

@@ -32,7 +32,11 @@ class LlamaModel:
         dtype: torch.dtype,
         device: torch.device,
         max_model_len: int,
+        *,
+        mtp: bool = False,
     ) -> None:
+        if mtp:
+            raise ValueError("config.json: llama checkpoints have no MTP layer; draft by n-gram")
         if config.get("hidden_act", "silu") != "silu":
             raise ValueError(f"config.json: hidden_act {config['hidden_act']!r} is not supported, only 'silu'")
         self.vocab_size: int = config["vocab_size"]
@@ -68,6 +72,10 @@ class LlamaModel:
         check_rows(kv, {"k": shape, "v": shape}, self.kv_layers)
         for plane, name in enumerate(("k", "v")):
             cache[kv.layer, plane, :, :tokens].copy_(kv.planes[name].transpose(0, 1))
+
+    def extract(self, cache: torch.Tensor, layer: int, start: int, end: int) -> LayerKV:
+        k_TGD, v_TGD = (cache[layer, plane, :, start:end].transpose(0, 1) for plane in range(2))
+        return LayerKV(layer, {"k": k_TGD, "v": v_TGD})
 
     def forward(self, token_ids_N: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
         cos_N1D, sin_N1D = self.rope.at(positions(spans, self.device))
