@@ -35,6 +35,7 @@ def to_json(spec: JobSpec) -> dict[str, Any]:
         "num-gpus": spec.num_gpus,
         "versions": dict(sorted(spec.versions.items())),
         "folders": folders(spec),
+        "site-env": site_env(spec),
         "acceptance": spec.acceptance.model_dump(mode="json", by_alias=True),
         "processes": [_process_json(spec, process) for process in spec.processes],
         "memory": memory_json(spec),
@@ -74,6 +75,11 @@ def mask(spec: JobSpec, process: ProcessSpec) -> dict[str, str]:
     return {MASK_VARIABLE[gpu["vendor"]]: ",".join(map(str, process.gpus))} if gpu and process.gpus else {}
 
 
+def site_env(spec: JobSpec) -> dict[str, str]:
+    """Variables that the site's libraries demand; every process of the job gets them."""
+    return dict(spec.cluster_profile.get("env") or {})
+
+
 def mounts(spec: JobSpec, process: ProcessSpec) -> list[dict[str, Any]]:
     """What an image sees of its node; empty for a process without one. Our own folders keep their paths inside."""
     if process.image is None:
@@ -107,7 +113,7 @@ def notes(spec: JobSpec) -> list[str]:
 
 
 def _shell(spec: JobSpec, process: ProcessSpec, argv: tuple[str, ...]) -> str:
-    variables = sorted({**mask(spec, process), **_env(spec, process)}.items())
+    variables = sorted({**site_env(spec), **mask(spec, process), **_env(spec, process)}.items())
     env = [f"{name}={shlex.quote(value)}" for name, value in variables]
     words = [shlex.quote(_text(spec, part)) for part in argv]
     return f"(cd {shlex.quote(_text(spec, process.cwd))} && {' '.join([*env, 'exec', *words])})"
