@@ -86,3 +86,10 @@ def test_help_is_quick_enough_to_be_used() -> None:
     code = "import sys, runners.cli; print([m for m in ('torch', 'pandas', 'submitit', 'aiohttp') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=REPO, capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+@pytest.mark.parametrize("path", sorted((REPO / "examples").glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_example_plans(path: Path, tmp_path: Path) -> None:
+    planned = baton("plan", "--config", str(path), "--output-dir", str(tmp_path), cwd=REPO)
+    assert planned.returncode == 0, planned.stderr
+    assert "expected results" in planned.stdout
