@@ -18,7 +18,8 @@ sweep: setup  ## run the matrix in CONFIG (default configs/local.yaml) and write
 plan: setup  ## print every process the sweep would start, with its exact command line
 	@$(PY) -m runners.sweep --config $(CONFIG) --plan
 
-test: setup  ## all tests, with a real vLLM, Mooncake and aiperf
+test: setup  ## all tests, with a real vLLM, Mooncake, aiperf and Chromium
+	@scripts/setup.sh test
 	@$(PY) -m pytest tests
 
 lint: setup  ## ruff and mypy

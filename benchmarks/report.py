@@ -1,4 +1,4 @@
-"""The report of a run, from what lies in its folder: rows.json, summary.csv, report.md and plots/*.png.
+"""The report of a run, from what lies in its folder: rows.json, summary.csv, report.md, report.html and plots/*.png.
 
     python -m benchmarks.report RUN_DIR [--recompute]
 
@@ -20,6 +20,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from benchmarks import fixed_seq_len, gsm8k, plots
+from benchmarks.dashboard.page import FILE_NAME, write_page
 from benchmarks.point import EXIT_INVALID, EXIT_USAGE, EXIT_VALID, PointResult
 from benchmarks.result import ResultError, bare_row, write_rows
 from benchmarks.stages import STAGES
@@ -85,7 +86,10 @@ def collect(run_dir: Path, *, recompute: bool = False) -> list[Collected]:
 
 
 def write_report(run_dir: Path, *, recompute: bool = False) -> Path:
-    """Writes rows.json, summary.csv, plots/*.png and report.md; returns the path of report.md. Raises ResultError."""
+    """Writes rows.json, summary.csv, plots/*.png, report.html and report.md; returns the path of report.md.
+
+    Raises ResultError.
+    """
     collected = collect(run_dir, recompute=recompute)
     rows = [each.row for each in collected]
     write_rows(rows, run_dir / "rows.json")
@@ -94,6 +98,7 @@ def write_report(run_dir: Path, *, recompute: bool = False) -> Path:
     for stale in (run_dir / "plots").glob("*.png"):
         stale.unlink()
     figures = plots.draw_all(rows, explained, run_dir / "plots")
+    write_page([run_dir], run_dir / FILE_NAME, run_dir.resolve().name)
     path = run_dir / "report.md"
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(markdown(run_dir.name, rows, explained, [str(f.relative_to(run_dir)) for f in figures]))

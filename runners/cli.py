@@ -10,6 +10,8 @@ from typing import Annotated
 
 import typer
 
+from runners.cli_jobs import register
+
 EXIT_OK, EXIT_INVALID, EXIT_USAGE, EXIT_INFRASTRUCTURE, EXIT_INTERRUPTED = 0, 1, 64, 75, 130
 # typer brings its own copy of click in some versions and uses the installed one in others.
 ClickException = next(cls for cls in typer.BadParameter.__mro__ if cls.__name__ == "ClickException")
@@ -29,6 +31,7 @@ app = typer.Typer(
 )
 changelog_app = typer.Typer(help="The append-only record of what was measured.", no_args_is_help=True)
 app.add_typer(changelog_app, name="changelog")
+register(app)
 
 Config = Annotated[Path, typer.Option("--config", "-c", help="Matrix file, e.g. configs/local.yaml.")]
 Only = Annotated[
@@ -36,6 +39,9 @@ Only = Annotated[
 ]
 OutputDir = Annotated[Path, typer.Option("--output-dir", "-o", help="Where run folders are made.")]
 Json = Annotated[bool, typer.Option("--json", help="Records on stdout, one JSON object a line; all else on stderr.")]
+ClusterName = Annotated[
+    str | None, typer.Option("--cluster", metavar="NAME", help="Run on this site of configs/clusters instead.")
+]
 ChangelogPath = Annotated[
     Path | None, typer.Option("--changelog", help="Changelog file; default: perf-changelog.yaml of the repository.")
 ]
@@ -43,8 +49,12 @@ ChangelogPath = Annotated[
 
 @app.command(epilog=EPILOG)
 def sweep(
-    config: Config,
+    config: Annotated[Path | None, typer.Option("--config", "-c", help="Matrix file, e.g. configs/local.yaml.")] = None,
     only: Only = None,
+    cluster: ClusterName = None,
+    resume: Annotated[
+        Path | None, typer.Option("--resume", metavar="RUN", help="Take this run up again; the rest is as it was.")
+    ] = None,
     plan_only: Annotated[bool, typer.Option("--plan", help="Print what would start, and start nothing.")] = False,
     output_dir: OutputDir = Path("results"),
     changelog: ChangelogPath = None,
@@ -53,16 +63,26 @@ def sweep(
     """Run a matrix: stage, serve, measure, judge, record, report."""
     from runners import sweep as runner
 
-    options = runner.Options(config, tuple(only or ()), output_dir, changelog, json_records)
+    if resume is not None:
+        return runner.resume(resume, json_records=json_records)
+    if config is None:
+        raise typer.BadParameter("is required unless --resume is given", param_hint="--config")
+    options = runner.Options(config, tuple(only or ()), output_dir, changelog, json_records, cluster)
     return _print_plan(options) if plan_only else runner.sweep(options)
 
 
 @app.command()
-def plan(config: Config, only: Only = None, output_dir: OutputDir = Path("results"), json_records: Json = False) -> int:
+def plan(
+    config: Config,
+    only: Only = None,
+    cluster: ClusterName = None,
+    output_dir: OutputDir = Path("results"),
+    json_records: Json = False,
+) -> int:
     """Print every process that a sweep would start, with its exact command line."""
     from runners.sweep import Options
 
-    return _print_plan(Options(config, tuple(only or ()), output_dir, None, json_records))
+    return _print_plan(Options(config, tuple(only or ()), output_dir, None, json_records, cluster))
 
 
 @app.command()
@@ -70,39 +90,51 @@ def preflight(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="Matrix file.")] = None,
     only: Only = None,
     output_dir: OutputDir = Path("results"),
-    list_checks: Annotated[bool, typer.Option("--list", help="List the checks instead of running them.")] = False,
+    phase: Annotated[
+        list[str] | None, typer.Option("--phase", metavar="PHASE", help="static or login; default: both; repeatable.")
+    ] = None,
+    list_codes: Annotated[bool, typer.Option("--list", help="List every code instead of checking.")] = False,
+    markdown: Annotated[bool, typer.Option("--markdown", help="With --list: the page docs/findings.md.")] = False,
     json_records: Json = False,
 ) -> int:
-    """Check this machine against a matrix without starting anything."""
-    from dataclasses import asdict
+    """Check a matrix, and this machine against it, without starting anything."""
+    from runners.preflight import command
 
-    from runners.preflight import REGISTRY, Context, errors, run_checks
-    from runners.progress import dumps
-
-    if list_checks:
-        for entry in REGISTRY.values():
-            record = {"code": entry.code, "description": entry.description}
-            print(dumps(record) if json_records else f"{entry.code:<24} {entry.description}")
-        return EXIT_OK
+    if list_codes:
+        return command.show_list(markdown_page=markdown, json_records=json_records)
     if config is None:
         raise typer.BadParameter("is required unless --list is given", param_hint="--config")
-    from configs.load import load_matrix
-    from runners.expand import expand
-
-    findings = run_checks(Context(expand(load_matrix(config), only or ()), output_dir))
-    for finding in findings:
-        print(dumps(asdict(finding)) if json_records else finding)
-    if not findings:
-        print(f"{len(REGISTRY)} checks passed", file=sys.stderr)
-    return EXIT_INFRASTRUCTURE if errors(findings) else EXIT_OK
+    phases = command.phases_of(phase or ("static", "login"))
+    return command.check(config, only or (), output_dir, phases, json_records=json_records)
 
 
 @app.command()
-def report(run: Annotated[Path, typer.Argument(help="Run folder, e.g. results/latest.")]) -> int:
-    """Rebuild rows.json, summary.csv, report.md and figures of a run from its results."""
-    from benchmarks.report import write_report
+def report(
+    run: Annotated[Path, typer.Argument(help="Run folder, or a folder of runs.")] = Path("results"),
+    serve: Annotated[
+        bool, typer.Option("--serve", help="Serve the page on 127.0.0.1, live, until interrupted.")
+    ] = False,
+    port: Annotated[int, typer.Option("--port", help="Port of --serve; 0 picks a free one.")] = 0,
+) -> int:
+    """Rebuild rows.json, summary.csv, report.md, figures and report.html of a run; of a folder of runs, report.html."""
+    from benchmarks.dashboard.page import FILE_NAME, write_page
+    from benchmarks.result import ResultError
+    from benchmarks.store import is_run
 
-    print(write_report(run))
+    if not run.is_dir():
+        raise ResultError(f"{run}: no such folder; give a run folder or a folder of runs")
+    if serve:
+        import asyncio
+
+        from benchmarks.dashboard.serve import serve as serve_live
+
+        asyncio.run(serve_live(run, port))
+    elif is_run(run) and any(run.glob("*/spec.json")):
+        from benchmarks.report import write_report
+
+        print(write_report(run))
+    else:
+        print(write_page([run], run / FILE_NAME, run.resolve().name))
     return EXIT_OK
 
 
@@ -204,12 +236,13 @@ def _known(error: Exception) -> int | None:
     from runners.expand import ExpandError
     from runners.outcome import JobFailure
     from runners.run_folder import RunFolderError
+    from runners.slurm import SlurmError
     from runners.submit import SubmitError
     from runners.sweep import PreflightError
 
     if isinstance(error, (ConfigError, ExpandError, SubmitError, ResultError)):
         return EXIT_USAGE
-    if isinstance(error, (BindingError, RunFolderError, PreflightError, JobFailure)):
+    if isinstance(error, (BindingError, RunFolderError, PreflightError, JobFailure, SlurmError)):
         return EXIT_INFRASTRUCTURE
     if isinstance(error, ChangelogError):
         return EXIT_INVALID

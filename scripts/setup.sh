@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
 # Makes .venv from requirements.lock, once: a stamp named after the lock's hash says that nothing is left to do.
+# `setup.sh test` also installs the browser that the tests open the report in.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 python=${PYTHON:-python3}
@@ -19,6 +20,9 @@ apt_install() { # $1 = package, $2 = why
 
 [ "$(uname -sm)" = "Linux x86_64" ] || fail "the locked environment is for Linux on x86-64, this is $(uname -sm)"
 PATH=$PATH:/sbin ldconfig -p | grep libibverbs.so.1 >/dev/null || apt_install libibverbs1 "Mooncake links to it"
+if [ "${1:-}" = test ] && ! command -v chromium >/dev/null && ! command -v google-chrome >/dev/null; then
+  apt_install chromium "the tests open the report in a real browser"
+fi
 [ -e "$stamp" ] && exit 0
 
 command -v "$python" >/dev/null || fail "no $python: install Python 3.11 to 3.13, or name one with PYTHON=..."

@@ -56,60 +56,61 @@ def eval_point(**changes: Any) -> dict[str, Any]:
     return {**point, "max-tokens": 64, "threshold": 0.9, "seed": 1, "limits": LIMITS, **changes}
 
 
+def build_spec(**changes: Any) -> JobSpec:
+    """A disaggregated job: prefill 2 GPUs, decode 1 GPU; keyword arguments replace top-level members."""
+    process = {"argv": ["true"], "ports": ["http"], "readiness": {"port": "http", "timeout-s": 5}, "node": 0}
+    spec = {
+        "key": "toy-vllm-cpu",
+        "config-file": "configs/local.yaml",
+        "model": "toy",
+        "model-id": "toy/toy-1M",
+        "model-prefix": "toy",
+        "hardware": "cpu",
+        "cluster": "local",
+        "cluster-profile": {},
+        "model-profile": {},
+        "framework": "baton-vllm",
+        "precision": "fp32",
+        "image": None,
+        "spec-decoding": "none",
+        "multinode": False,
+        "disagg": True,
+        "router": {"name": "baton", "version": "0.1.0"},
+        "kv-p2p-transfer": "mooncake",
+        "max-model-len": 2048,
+        "prefill": {"num-worker": 1, "tp": 2},
+        "decode": {"num-worker": 1, "tp": 1},
+        "aggregated": None,
+        "num-nodes": 1,
+        "handoff": {
+            "transport": "mooncake",
+            "kv-dtype": "float32",
+            "pool-bytes": 1,
+            "staging-bytes": 1,
+            "deadline-s": 1,
+        },
+        "acceptance": {},
+        "canary": {},
+        "processes": [
+            {
+                **process,
+                "name": f"{role}-0",
+                "role": role,
+                "index": 0,
+                "engine": "bundled",
+                "log": f"@run@/logs/{role}-0.log",
+                "writes": [f"@run@/logs/{role}-0.stages.jsonl"],
+            }
+            for role in ("prefill", "decode", "router")
+        ],
+        "points": [throughput_point(), eval_point()],
+        "versions": {"vllm": "0.32.0"},
+        **{name.replace("_", "-"): value for name, value in changes.items()},
+    }
+    return JobSpec.model_validate(spec)
+
+
 @pytest.fixture(scope="session")
 def make_spec() -> Callable[..., JobSpec]:
-    """Builds a disaggregated job: prefill 2 GPUs, decode 1 GPU; keyword arguments replace top-level members."""
-
-    def make(**changes: Any) -> JobSpec:
-        process = {"argv": ["true"], "ports": ["http"], "readiness": {"port": "http", "timeout-s": 5}, "node": 0}
-        spec = {
-            "key": "toy-vllm-cpu",
-            "config-file": "configs/local.yaml",
-            "model": "toy",
-            "model-id": "toy/toy-1M",
-            "model-prefix": "toy",
-            "hardware": "cpu",
-            "cluster": "local",
-            "cluster-profile": {},
-            "model-profile": {},
-            "framework": "baton-vllm",
-            "precision": "fp32",
-            "image": None,
-            "spec-decoding": "none",
-            "multinode": False,
-            "disagg": True,
-            "router": {"name": "baton", "version": "0.1.0"},
-            "kv-p2p-transfer": "mooncake",
-            "max-model-len": 2048,
-            "prefill": {"num-worker": 1, "tp": 2},
-            "decode": {"num-worker": 1, "tp": 1},
-            "aggregated": None,
-            "num-nodes": 1,
-            "handoff": {
-                "transport": "mooncake",
-                "kv-dtype": "float32",
-                "pool-bytes": 1,
-                "staging-bytes": 1,
-                "deadline-s": 1,
-            },
-            "acceptance": {},
-            "canary": {},
-            "processes": [
-                {
-                    **process,
-                    "name": f"{role}-0",
-                    "role": role,
-                    "index": 0,
-                    "engine": "bundled",
-                    "log": f"@run@/logs/{role}-0.log",
-                    "writes": [f"@run@/logs/{role}-0.stages.jsonl"],
-                }
-                for role in ("prefill", "decode", "router")
-            ],
-            "points": [throughput_point(), eval_point()],
-            "versions": {"vllm": "0.32.0"},
-            **{name.replace("_", "-"): value for name, value in changes.items()},
-        }
-        return JobSpec.model_validate(spec)
-
-    return make
+    """`build_spec`."""
+    return build_spec
