@@ -179,7 +179,7 @@ def host_terms(role: Role) -> list[Term]:
             text = "slots sized by the request"
             terms.append(Term(f"{name}: receive pool", pool, text, "handoff.pool-mib", "handoff", "lower pool-mib"))
         elif "BatonConnector" in (arguments.text("--kv-transfer-config") or ""):
-            size, text = handoff.staging_bytes * role.ranks, f"staging-mib*{role.ranks} ranks"
+            size, text = handoff.staging_bytes, "the first rank sends for all"
             terms.append(Term(f"{name}: staging", size, text, "handoff.staging-mib", "handoff", "lower staging-mib"))
     return terms + _offload_terms(role)
 

@@ -275,7 +275,7 @@ def laptop(**more: Any) -> JobSpec:
     here: dict[str, Any] = {"gpus": (), "image": None}
     processes = [
         process("decode-0", "bundled", decode, **here),
-        process("prefill-0", "vllm", prefill, env={"VLLM_CPU_KVCACHE_SPACE": "1"}, **here),
+        process("prefill-0", "vllm", prefill, env={"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}, **here),
         process("router-0", "bundled", ["@python@", "-m", "serve.pd_router"], **here),
     ]
     fields: dict[str, Any] = {
