@@ -6,6 +6,7 @@ same specs takes up the running ones, collects those that have ended and submits
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Callable, Sequence
@@ -32,6 +33,7 @@ STATE_CODES = {
     "DEADLINE": JobCode.TIME_LIMIT,
     "OUT_OF_MEMORY": JobCode.OUT_OF_MEMORY,
 }
+NODE_FAILURE = re.compile(r"[Nn]ode failure on ([A-Za-z0-9._-]+)")
 # An outcome with one of these may be only what Slurm's own action looked like from inside.
 ECHOES = frozenset({JobCode.ROLE_DIED, JobCode.INTERRUPTED, JobCode.ORCHESTRATOR_LOST, JobCode.ROLE_UNRESPONSIVE})
 
@@ -303,17 +305,16 @@ def _unexplained(state: slurm.SlurmState, log: Path | None) -> tuple[JobCode, st
 
 def _name_node(spec: JobSpec, outcome: Outcome, state: slurm.SlurmState) -> Outcome:
     """Which of the job's nodes is down, and the first role that ran there."""
-    problems = slurm.node_problems(state.nodes)
-    if not problems:
-        return outcome
-    host, problem = next(iter(problems.items()))
     names = slurm.expand_nodes(state.nodes)
-    index = names.index(host) if host in names else None
+    host, problem = _lost_node(spec, names, slurm.node_problems(state.nodes))
+    if host is None:
+        return outcome
+    index = names.index(host)
     process = next((process for process in spec.processes if process.node == index), None)
     log = spec.job_dir() / "logs" / f"{process.name}.log" if process else None
     return replace(
         outcome,
-        message=f"{outcome.message}; node {host} is {problem}",
+        message=f"{outcome.message}; node {host} {problem}",
         host=host,
         node=index,
         role=process.role if process else None,
@@ -321,3 +322,16 @@ def _name_node(spec: JobSpec, outcome: Outcome, state: slurm.SlurmState) -> Outc
         log=str(log) if log else outcome.log,
         log_tail=log_tail(log) or outcome.log_tail,
     )
+
+
+def _lost_node(spec: JobSpec, names: Sequence[str], problems: dict[str, str]) -> tuple[str | None, str]:
+    """(name, what is wrong with it) of the node that failed; a node may be back before anybody asks."""
+    for name in names:
+        if name in problems:
+            return name, f"is {problems[name]}"
+    for path in sorted((spec.job_dir() / "logs").glob("*.step.log")):
+        for line in log_tail(path):
+            found = NODE_FAILURE.search(line)
+            if found and found.group(1) in names:
+                return found.group(1), "failed"
+    return (names[0], "failed") if len(names) == 1 else (None, "")

@@ -101,10 +101,10 @@ class Job:
         return self._outcome(failure, round(time.monotonic() - started, 3))
 
     async def _flow(self) -> None:
+        remaining = [point for point in self.spec.points if not self._measured(point)]
         if self.on_slurm:
             with self._stage("nodes"):
                 await self._take_nodes()
-        remaining = [point for point in self.spec.points if not self._measured(point)]
         if not remaining:
             return
         with self._stage("weights"):
@@ -117,6 +117,7 @@ class Job:
             await canary.run_canary(self.spec.router_url(), self.spec.model_id, self.spec.canary)
         for point in remaining:
             self.outcomes[point.id] = PointOutcome(point.id, "failed", message="cut short by the end of the job")
+            points.set_aside(self.spec.job_dir(), point.id)
             self.outcomes[point.id] = await points.measure(self.spec, point, self.events)
             if self.outcomes[point.id].status != "produced":
                 await self.roles.check()
@@ -125,7 +126,6 @@ class Job:
         """Whether an earlier attempt of this job, which has this fingerprint, has produced the point."""
         result, _ = points.read_result(self.spec.job_dir(), point.id)
         if result is None:
-            points.set_aside(self.spec.job_dir(), point.id)
             return False
         self.outcomes[point.id] = PointOutcome(point.id, "produced", result.verdict.valid, message="measured before")
         return True

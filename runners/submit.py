@@ -33,7 +33,7 @@ from submitit.local.local import LocalExecutor as SubmititLocalExecutor
 from submitit.local.local import LocalJob
 
 from configs.job import JobSpec
-from runners import orchestrate, slurm, warden
+from runners import orchestrate, warden
 from runners.bindings import REPO
 from runners.outcome import JobCode, Outcome, PointOutcome, log_tail, write_json
 
@@ -209,7 +209,7 @@ def slurm_parameters(spec: JobSpec, exclude: Sequence[str] = ()) -> dict[str, An
     minutes = extra.pop("time")
     name = extra.pop("job-name")
     # Right behind submitit's own block, where sbatch still reads directives.
-    het = [line for group in groups for line in ("#SBATCH hetjob", *(_directive(*item) for item in group.items()))]
+    het = [line for group in groups for line in ("#SBATCH hetjob", *(directive(*item) for item in group.items()))]
     return {
         "name": name,
         "timeout_min": int(minutes),
@@ -279,7 +279,7 @@ def _component(spec: JobSpec, partition: str | None, nodes: int, exclude: Sequen
     return found | directives
 
 
-def _directive(name: str, value: str) -> str:
+def directive(name: str, value: str) -> str:
     return f"#SBATCH --{name}" + (f"={shlex.quote(value)}" if value else "")
 
 

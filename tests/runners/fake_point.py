@@ -19,6 +19,8 @@ def main() -> int:
     folder = options.spec.parent / "points" / options.point
     folder.mkdir(parents=True)
     behaviour = options.point.partition("-")[0]
+    if behaviour == "once" and not list(options.spec.parent.glob("raw/earlier/once*")):
+        behaviour = "hang"
     if behaviour == "crash":
         print("the last words of a point", file=sys.stderr)
         return 3

@@ -215,7 +215,7 @@ SlurmctldHost={socket.gethostname()}({NETWORK}.1)
 SlurmUser=root
 AuthType=auth/munge
 # a requeued job waits for its credential to expire first: 120 s by default
-AuthInfo=cred_expire=10
+AuthInfo=cred_expire=5
 StateSaveLocation={self.root}/state
 SlurmdSpoolDir={self.root}/nodes/%n/spool
 SlurmctldPidFile={self.root}/run/slurmctld.pid

@@ -68,6 +68,7 @@ class Watch:
         self.interruptions = Interruptions()
         self.events: list[Event] = []
         self.notes: list[str] = []
+        options.setdefault("queries", slurm.Queries(0.5))
         self.fleet = Fleet(specs, self.interruptions, self.events.append, self.notes.append, **options)
 
     def run(self) -> list[Outcome | None]:

@@ -1,0 +1,269 @@
+"""The fault table on a real Slurm: every end is typed, names who failed first, and gives the nodes back."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from runners import slurm as client
+from runners.outcome import JobCode
+from tests.runners.jobs import events_of, wait_for_point
+from tests.slurm import jobs
+from tests.slurm.cluster import MiniSlurm
+from tests.slurm.jobs import Watch, job_id, names, run, slurm_job, start, state, until
+
+
+def released(job: str, timeout_s: float = 10) -> None:
+    """The job holds no node any more."""
+    until(lambda: state(job) not in ("RUNNING", "COMPLETING", "PENDING"), timeout_s, f"job {job} gone")
+
+
+def back(slurm: MiniSlurm, node: str) -> None:
+    """A node that was set down is idle again; Slurm may have seen to that itself."""
+    jobs.sh("scontrol", "update", f"nodename={node}", "state=resume", check=False)
+    until(lambda: node in slurm.idle(), 20, f"{node} idle")
+
+
+def hanging(shared: Path, **options: object):
+    """A job of two points, submitted, that has produced one and hangs in the other."""
+    spec = slurm_job(shared, points=("ok", "hang", "ok-2"), point_s=600, **options)  # type: ignore[arg-type]
+    watch = Watch(spec)
+    submission = start(spec)
+    watch.fleet.members[0].submission = submission
+    watch.fleet.members[0].ours = True
+    wait_for_point(spec, "hang")
+    return spec, submission.job_id, watch
+
+
+def role_pid(spec, name: str) -> int:
+    """pid, as this machine counts, of a role on a node: its pid namespace is a child of ours."""
+    mark = f"--port\0{spec.read(spec.job_dir() / 'spec.json').resolve(f'@port:{name}:http@')}\0"
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                command = (entry / "cmdline").read_bytes().decode(errors="replace")
+            except OSError:
+                continue
+            if mark in command and "fake_role.py" in command and "warden" not in command and "srun" not in command:
+                return int(entry.name)
+    raise AssertionError(f"{name} does not run")
+
+
+def test_healthy_job_spans_two_nodes_and_leaves_nothing(shared: Path) -> None:
+    spec = slurm_job(shared, points=("ok", "invalid-1"))
+    began = time.monotonic()
+    outcome = run(spec)
+    assert (outcome.outcome, names(outcome)) == ("completed", {"ok": "produced", "invalid-1": "produced"})
+    hosts = {e["name"]: e["host"] for e in events_of(spec) if e["event"] == "launch" and e["what"] == "process"}
+    assert hosts == {"decode-0": "b200-1", "router-0": "b200-1", "prefill-0": "b200-2"}
+    running = next(e["time_s"] for e in events_of(spec) if e.get("name") == "nodes")
+    assert running - time.time() + time.monotonic() - began < 3, "from submission to running"
+    released(job_id(spec))
+    assert jobs.processes_of(shared) == []
+
+
+@pytest.mark.parametrize(("victim", "host"), [("decode-0", "b200-1"), ("prefill-0", "b200-2")])
+def test_role_crash_on_any_node_is_named_with_its_last_words(shared: Path, victim: str, host: str) -> None:
+    spec = slurm_job(shared, flags={victim: ("--crash", "7")}, ready_s=60)
+    began = time.monotonic()
+    outcome = run(spec)
+    assert time.monotonic() - began < 10
+    assert (outcome.outcome, outcome.code) == ("failed", JobCode.ROLE_DIED)
+    assert (outcome.process, outcome.host, outcome.exit_code) == (victim, host, 7)
+    assert outcome.log_tail[-1] == "the last words of a role"
+    assert outcome.slurm is not None and outcome.slurm["job_id"] == job_id(spec)
+    released(job_id(spec))
+    assert jobs.processes_of(shared) == []
+
+
+def test_role_killed_during_a_point_keeps_earlier_results(shared: Path) -> None:
+    spec, job, watch = hanging(shared)
+    os.kill(role_pid(spec, "prefill-0"), signal.SIGKILL)
+    began = time.monotonic()
+    outcome = watch.run()[0]
+    assert time.monotonic() - began < 10, "from the death of a role to the end of the job"
+    assert outcome is not None
+    assert (outcome.code, outcome.process, outcome.host) == (JobCode.ROLE_DIED, "prefill-0", "b200-2")
+    assert outcome.exit_code == -signal.SIGKILL
+    assert names(outcome) == {"ok": "produced", "hang": "failed", "ok-2": "not_run"}
+    released(job)
+    assert jobs.processes_of(shared) == []
+
+
+def test_node_death_names_the_node_and_what_ran_there(shared: Path, slurm: MiniSlurm) -> None:
+    _, job, watch = hanging(shared)
+    slurm.kill_node("b200-2")
+    jobs.sh("scontrol", "update", "nodename=b200-2", "state=down", "reason=power")  # SlurmdTimeout is minutes on a site
+    try:
+        began = time.monotonic()
+        outcome = watch.run()[0]
+        assert time.monotonic() - began < 10
+    finally:
+        slurm.revive_node("b200-2")
+    assert outcome is not None
+    assert (outcome.code, outcome.host, outcome.process) == (JobCode.NODE_FAILED, "b200-2", "prefill-0")
+    assert "power" in outcome.message
+    assert names(outcome)["ok"] == "produced"
+    released(job)
+    until(lambda: jobs.processes_of(shared) == [], 10)
+
+
+def test_node_death_is_tried_again_without_that_node_and_measures_nothing_twice(shared: Path, slurm: MiniSlurm) -> None:
+    spec = slurm_job(shared, points=("ok", "once"), nodes=1, point_s=600, site={"retries": 1})
+    watch = Watch(spec)
+    submission = start(spec)
+    watch.fleet.members[0].submission, watch.fleet.members[0].ours = submission, True
+    wait_for_point(spec, "once")
+    first = (spec.job_dir() / "points" / "ok" / "result.json").stat().st_mtime_ns
+    jobs.sh("scontrol", "update", "nodename=b200-1", "state=down", "reason=power")
+    try:
+        outcome = watch.run()[0]
+    finally:
+        back(slurm, "b200-1")
+    assert outcome is not None and outcome.outcome == "completed"
+    assert names(outcome) == {"ok": "produced", "once": "produced"}
+    assert (spec.job_dir() / "points" / "ok" / "result.json").stat().st_mtime_ns == first
+    allocations = [e["nodes"] for e in events_of(spec) if e.get("what") == "allocation"]
+    assert allocations == [["b200-1"], ["b200-2"]]
+
+
+def test_role_out_of_memory_is_called_that(shared: Path) -> None:
+    spec = slurm_job(shared, flags={"prefill-0": ("--eat-mib", "400")}, points=("hang",), point_s=600)
+    spec.cluster_profile["slurm"]["memory-gib"] = 0.25
+    spec.write(spec.job_dir() / "spec.json")
+    outcome = run(spec)
+    assert (outcome.code, outcome.process, outcome.host) == (JobCode.OUT_OF_MEMORY, "prefill-0", "b200-2")
+    released(job_id(spec))
+
+
+def test_silent_second_run_after_a_requeue_is_refused(shared: Path) -> None:
+    spec = slurm_job(shared, points=("ok", "hang"), point_s=600, site={"directives": {"requeue": ""}})
+    watch = Watch(spec)
+    watch.fleet.members[0].submission = start(spec)
+    watch.fleet.members[0].ours = True
+    wait_for_point(spec, "hang")
+    jobs.sh("scontrol", "requeue", job_id(spec))
+    outcome = watch.run()[0]
+    assert outcome is not None
+    assert outcome.code is JobCode.REQUEUED
+    assert outcome.slurm is not None and outcome.slurm["restarts"] == 1
+    assert names(outcome)["ok"] == "produced"
+    assert len([e for e in events_of(spec) if e["event"] == "point" and e["state"] == "started"]) == 2
+
+
+def test_warning_before_the_time_limit_reaches_the_batch_step_and_saves_what_is_there(shared: Path) -> None:
+    spec = slurm_job(shared, points=("ok", "hang"), point_s=600, site={"time-limit-min": 1, "warning-s": 60})
+    outcome = run(spec)
+    assert (outcome.code, outcome.outcome) == (JobCode.TIME_LIMIT, "failed")
+    assert "about to pass" in outcome.message, "the warning, not the end of the allocation"
+    assert names(outcome)["ok"] == "produced"
+    released(job_id(spec))
+    assert jobs.processes_of(shared) == []
+
+
+def test_scancel_from_outside_is_clean_within_15_s(shared: Path) -> None:
+    _, job, watch = hanging(shared, flags={"decode-0": ("--with-child",)})
+    began = time.monotonic()
+    jobs.sh("scancel", job)
+    outcome = watch.run()[0]
+    released(job)
+    until(lambda: jobs.processes_of(shared) == [], 10)
+    assert time.monotonic() - began < 15
+    assert outcome is not None
+    assert (outcome.outcome, outcome.code) == ("interrupted", JobCode.CANCELLED)
+    assert names(outcome)["ok"] == "produced"
+
+
+def test_interrupted_sweep_cancels_gently(shared: Path) -> None:
+    spec, job, watch = hanging(shared)
+    watch.interruptions.count, watch.interruptions.last = 1, signal.SIGINT
+    outcome = watch.run()[0]
+    assert outcome is not None
+    assert (outcome.outcome, outcome.code) == ("interrupted", JobCode.INTERRUPTED)
+    assert [e["state"] for e in events_of(spec) if e.get("name") == "teardown"] == ["started", "done"]
+    released(job)
+
+
+@pytest.mark.parametrize(
+    ("site", "words"),
+    [({"partition": "gold"}, "invalid partition"), ({"directives": {"gres": "gpu:h100:9"}}, "node configuration")],
+)
+def test_refused_submission_has_slurms_own_words(shared: Path, site: dict, words: str) -> None:
+    outcome = run(slurm_job(shared, site=site))
+    assert outcome.code is JobCode.SUBMISSION_FAILED
+    assert words in outcome.message
+
+
+def test_job_that_stays_pending_is_given_up_with_slurms_reason(shared: Path) -> None:
+    spec = slurm_job(shared, site={"pending-deadline-min": 0.05, "directives": {"begin": "now+1hour"}})
+    outcome = run(spec)
+    assert outcome.code is JobCode.PENDING_DEADLINE
+    assert "BeginTime" in outcome.message
+    assert state(job_id(spec)) == "CANCELLED"
+
+
+def test_folder_that_is_not_shared_is_said_so(slurm: MiniSlurm, tmp_path: Path) -> None:
+    spec = slurm_job(tmp_path)
+    outcome = run(spec)
+    assert outcome.code is JobCode.FOLDER_NOT_SHARED
+    assert "--output-dir" in outcome.message
+
+
+def test_folder_that_the_second_node_does_not_see_is_said_so(shared: Path, slurm: MiniSlurm) -> None:
+    spec = slurm_job(shared)
+    pid = slurm_pid(slurm, "b200-2")
+    jobs.sh("nsenter", f"--target={pid}", "--mount", "mount", "-t", "tmpfs", "none", str(spec.job_dir()))
+    try:
+        outcome = run(spec)
+    finally:
+        jobs.sh("nsenter", f"--target={pid}", "--mount", "umount", str(spec.job_dir()))
+    assert (outcome.code, outcome.host) == (JobCode.FOLDER_NOT_SHARED, "b200-2")
+
+
+def test_full_disk_is_found_before_anything_starts(shared: Path, slurm: MiniSlurm) -> None:
+    local = shared / "local"
+    local.mkdir()
+    spec = slurm_job(shared)
+    spec.cluster_profile["paths"]["node-local"] = str(local)
+    spec.write(spec.job_dir() / "spec.json")
+    pid = slurm_pid(slurm, "b200-2")
+    jobs.sh("nsenter", f"--target={pid}", "--mount", "mount", "-t", "tmpfs", "-o", "size=1M", "none", str(local))
+    try:
+        outcome = run(spec)
+    finally:
+        jobs.sh("nsenter", f"--target={pid}", "--mount", "umount", str(local))
+    assert (outcome.code, outcome.host) == (JobCode.DISK_FULL, "b200-2")
+    assert str(local) in outcome.message
+
+
+def test_node_without_srun_is_said_so(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tools = shared / "bin"
+    tools.mkdir()
+    for name in ("scontrol", "env", "bash", "sh"):
+        (tools / name).symlink_to(shutil.which(name) or name)
+    spec = slurm_job(shared, site={"directives": {"export": f"PATH={tools},SLURM_CONF={os.environ['SLURM_CONF']}"}})
+    outcome = run(spec)
+    assert outcome.code is JobCode.ALLOCATION
+    assert "srun is not on the PATH of node b200-1" in outcome.message
+
+
+def test_machine_without_slurm_is_told_so(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(shared))
+    spec = slurm_job(shared)
+    outcome = run(spec)
+    assert outcome.code is JobCode.SUBMISSION_FAILED
+    assert "srun" in outcome.message
+    with pytest.raises(client.SlurmError, match="squeue is not on the PATH"):
+        client.query(["1"])
+
+
+def slurm_pid(slurm: MiniSlurm, node: str) -> int:
+    """A process inside the node's namespaces: the first child of the one that made them."""
+    outer = int((slurm.root / "nodes" / node / "pid").read_text())
+    children = Path(f"/proc/{outer}/task/{outer}/children").read_text().split()
+    return int(children[0])
