@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from runners.cli_jobs import register
+from runners import cli_import, cli_jobs
 
 EXIT_OK, EXIT_INVALID, EXIT_USAGE, EXIT_INFRASTRUCTURE, EXIT_INTERRUPTED = 0, 1, 64, 75, 130
 # typer brings its own copy of click in some versions and uses the installed one in others.
@@ -31,7 +31,8 @@ app = typer.Typer(
 )
 changelog_app = typer.Typer(help="The append-only record of what was measured.", no_args_is_help=True)
 app.add_typer(changelog_app, name="changelog")
-register(app)
+cli_jobs.register(app)
+cli_import.register(app)
 
 Config = Annotated[Path, typer.Option("--config", "-c", help="Matrix file, e.g. configs/local.yaml.")]
 Only = Annotated[
