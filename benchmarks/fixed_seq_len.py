@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import servers, stages
+from benchmarks import calibration, servers, stages
 from benchmarks.client import ClientRun, read_aggregate, run_aiperf
 from benchmarks.dataset import DatasetError, build_dataset, load_tokenizer, prompt_tokens, read_manifest
 from benchmarks.point import (
@@ -27,7 +27,7 @@ from benchmarks.point import (
     finish,
     parse_task,
 )
-from benchmarks.records import RecordError, RequestRecord, read_records
+from benchmarks.records import RecordError, RequestRecord, output_rate, read_records
 from benchmarks.result import throughput_row
 from benchmarks.verdict import judge_fixed_seq_len
 from configs.job import FixedSeqLenPoint, JobSpec
@@ -59,6 +59,8 @@ def assemble(spec: JobSpec, point: FixedSeqLenPoint, out: Path) -> PointResult:
     records = _records(raw)
     found = stages.read_records(raw / "stages")
     report = stages.join(records, found) if found else None
+    known = calibration.noted(raw)
+    entry = None if known is None else known.applies(point.conc, output_rate(records))
     verdict = judge_fixed_seq_len(
         point,
         records,
@@ -66,6 +68,7 @@ def assemble(spec: JobSpec, point: FixedSeqLenPoint, out: Path) -> PointResult:
         stages=report,
         restarted=servers.restarted(context["before"], context["after"]),
         template_tokens=int(context["template_tokens"]),
+        calibration=known,
     )
     row = throughput_row(
         spec,
@@ -74,6 +77,7 @@ def assemble(spec: JobSpec, point: FixedSeqLenPoint, out: Path) -> PointResult:
         versions={"aiperf": run.version},
         acceptance=None if report is None else report.acceptance,
         handoff_bytes=None if report is None else report.bytes_moved,
+        client_error=None if known is None or entry is None else calibration.as_row(entry, known.created_at),
     )
     return PointResult(
         point=point.id,

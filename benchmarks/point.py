@@ -13,7 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from benchmarks import provenance
+from benchmarks import calibration, provenance
 from benchmarks.records import DEFINITIONS_VERSION
 from benchmarks.result import RESULT_SCHEMA_VERSION, ResultError
 from benchmarks.verdict import Verdict
@@ -96,7 +96,7 @@ class PointTask:
 
 
 def parse_task(prog: str, description: str, argv: Sequence[str] | None) -> tuple[PointTask, PointSpec]:
-    """The command line of every measurement; leaves raw/provenance.json. Raises UsageError, OSError."""
+    """The command line of every measurement; notes where and with what calibration. Raises UsageError, OSError."""
     parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=description)
     parser.add_argument("--spec", type=Path, required=True, help="spec.json of the job")
     parser.add_argument("--point", required=True, metavar="ID", help="which of its points to measure")
@@ -127,7 +127,8 @@ def parse_task(prog: str, description: str, argv: Sequence[str] | None) -> tuple
     if (out / "result.json").exists():
         raise UsageError(f"{out} already holds a result; results are written once, choose another --out")
     task = PointTask(spec, url.rstrip("/"), model_dir, out.resolve())
-    provenance.record(spec, task.raw_dir)
+    origin = provenance.record(spec, task.raw_dir)
+    calibration.note(task.raw_dir, origin["machine"]["id"])
     return task, point
 
 

@@ -175,6 +175,12 @@ def duration_s(records: Sequence[RequestRecord]) -> float:
     return (max(record.end_ns for record in records) - min(record.start_ns for record in records)) / 1e9
 
 
+def output_rate(records: Sequence[RequestRecord]) -> float:
+    """Output tokens of the answered requests over the duration, in tokens/s."""
+    seconds = duration_s(records)
+    return sum(record.output_tokens or 0 for record in records if record.ok) / seconds if seconds > 0 else 0.0
+
+
 def _record(row: dict[str, Any]) -> RequestRecord:
     metadata, metrics, error = row["metadata"], row["metrics"], row.get("error")
 

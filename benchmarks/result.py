@@ -110,6 +110,9 @@ class ThroughputRow(RowIdentity):
     effective_concurrency: float
     mean_tokens_per_chunk: float | None
     handoff_bytes: int | None
+    client_error: dict[str, Any] | None = Field(
+        default=None, description="Error of the client itself at this load, see benchmarks.calibration; null: unknown."
+    )
     latencies: dict[str, Distribution] = Field(description="Written flat: {mean,median,std,p90,p99,p99.9}_<name>.")
 
     OPTIONAL: ClassVar[frozenset[str]] = RowIdentity.OPTIONAL | {
@@ -157,6 +160,7 @@ def throughput_row(
     versions: dict[str, str] | None = None,
     acceptance: Acceptance | None = None,
     handoff_bytes: int | None = None,
+    client_error: dict[str, Any] | None = None,
 ) -> ThroughputRow:
     """The row of one point from its request records, by our definitions; failed requests count only in the totals."""
     good = [record for record in records if record.ok]
@@ -194,6 +198,7 @@ def throughput_row(
         effective_concurrency=rate(sum(record.end_ns - record.start_ns for record in records) / 1e9),
         mean_tokens_per_chunk=sum(per_chunk) / len(per_chunk) if per_chunk else None,
         handoff_bytes=handoff_bytes,
+        client_error=client_error,
         latencies=latencies(good),
     )
 

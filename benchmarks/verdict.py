@@ -8,8 +8,9 @@ from enum import StrEnum
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from benchmarks.calibration import Calibration
 from benchmarks.client import ClientRun
-from benchmarks.records import RequestRecord, percentile
+from benchmarks.records import RequestRecord, output_rate, percentile
 from benchmarks.stages import StageReport
 from configs.job import FixedSeqLenPoint
 
@@ -32,6 +33,7 @@ class ReasonCode(StrEnum):
     OUTPUT_LENGTH_MISMATCH = "output_length_mismatch"
     PREFIX_CACHE_HIT = "prefix_cache_hit"
     CLIENT_SATURATED = "client_saturated"
+    CLIENT_OUT_OF_RANGE = "client_out_of_range"
     CLOCK_INCONSISTENT = "clock_inconsistent"
     STAGES_MISSING = "stages_missing"
     ROLE_RESTARTED = "role_restarted"
@@ -77,6 +79,7 @@ def judge_fixed_seq_len(
     stages: StageReport | None = None,
     restarted: Sequence[str] = (),
     template_tokens: int = 0,
+    calibration: Calibration | None = None,
 ) -> Verdict:
     """All checks of one throughput point. ``template_tokens`` may be cached without harm: all prompts share them."""
     reasons = [
@@ -85,6 +88,7 @@ def judge_fixed_seq_len(
         *check_lengths(records),
         *check_prefix_cache(records, template_tokens),
         *check_client_queue(records, point.limits.max_client_queue_ms),
+        *check_client_range(point.conc, records, calibration),
         *check_clocks(records, stages),
         *check_stages(stages),
         *check_restarts(restarted),
@@ -177,6 +181,18 @@ def check_client_queue(records: Sequence[RequestRecord], max_queue_ms: float) ->
         return []
     message = f"requests waited {median:.0f} ms (p50) inside the client, {max_queue_ms:.0f} ms are allowed"
     return [Reason(code=ReasonCode.CLIENT_SATURATED, message=message)]
+
+
+def check_client_range(conc: int, records: Sequence[RequestRecord], calibration: Calibration | None) -> list[Reason]:
+    """The load is one at which this client was shown to be right on this machine, where that was ever measured."""
+    rate = output_rate(records)
+    if calibration is None or not records or calibration.applies(conc, rate) is not None:
+        return []
+    message = (
+        f"concurrency {conc} at {rate:.0f} output tokens/s is beyond what the client measures rightly on this machine"
+        f" ({calibration.range_text()}); spread the load over more clients, or calibrate a machine with more cores"
+    )
+    return [Reason(code=ReasonCode.CLIENT_OUT_OF_RANGE, message=message)]
 
 
 def check_clocks(records: Sequence[RequestRecord], stages: StageReport | None = None) -> list[Reason]:
