@@ -87,11 +87,13 @@ class Readiness(Strict):
 
 
 class PrepareStep(Strict):
-    """One command before a process starts: on its node, in its image and environment, to its end."""
+    """What is done before a process starts: on its node, in its image and environment, to its end."""
 
     name: str = Field(description="What it does, in a word or two.")
-    argv: tuple[str, ...] = Field(description="Exact command line, with references.")
-    creates: str = Field(description="Path that exists when it is done; the step is skipped when it is there.")
+    commands: tuple[tuple[str, ...], ...] = Field(
+        min_length=1, description="Exact command lines, with references; one after another while they succeed."
+    )
+    creates: str = Field(description="File that is made when all are done; the step is skipped when it is there.")
     shared: bool = Field(default=False, description="Other jobs use the same result: it is made once, under a lock.")
 
 

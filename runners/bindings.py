@@ -193,7 +193,7 @@ def _texts(process: ProcessSpec) -> Iterator[str]:
     yield from process.reads
     yield from process.writes
     for step in process.prepare:
-        yield from step.argv
+        yield from (word for command in step.commands for word in command)
         yield step.creates
     yield process.cwd
     yield process.log

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.job import JobSpec, PointSpec
-from runners import canary, points, warden, weights
+from runners import canary, points, prepare, warden, weights
 from runners.allocation import bind, discover
 from runners.events import EventLog
 from runners.outcome import JobCode, JobFailure, Outcome, PointOutcome, log_tail
@@ -63,7 +63,8 @@ def time_limit_s(spec: JobSpec) -> float:
     ready_s = 2 * max((process.readiness.timeout_s for process in spec.processes), default=0.0)  # workers, then routers
     per_point_s = points.POINT_GRACE_S + PROBE_TIMEOUT_S * len(spec.processes)
     points_s = sum(points.deadline_s(point) + per_point_s for point in spec.points)
-    return weights.TIMEOUT_S + ready_s + spec.canary.timeout_s + points_s + TEARDOWN_S
+    prepare_s = prepare.TIMEOUT_S if prepare.needed(spec.processes) else 0.0
+    return weights.TIMEOUT_S + prepare_s + ready_s + spec.canary.timeout_s + points_s + TEARDOWN_S
 
 
 def identity(pid: int) -> str | None:
@@ -109,6 +110,9 @@ class Job:
             return
         with self._stage("weights"):
             await weights.stage(self.spec)
+        if prepare.needed(self.spec.processes):
+            with self._stage("prepare"):
+                await self.roles.prepare()
         with self._stage("start"):
             await self.roles.start()
         with self._stage("ready"):

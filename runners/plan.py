@@ -69,6 +69,12 @@ def command(spec: JobSpec, process: ProcessSpec) -> str:
     return _shell(spec, process, process.argv)
 
 
+def script(spec: JobSpec, step: PrepareStep) -> tuple[str, ...]:
+    """A step as one command: its commands one after another, then its mark."""
+    commands = (*step.commands, ("touch", step.creates))
+    return ("sh", "-c", " && ".join(shlex.join(_text(spec, word) for word in command) for command in commands))
+
+
 def mask(spec: JobSpec, process: ProcessSpec) -> dict[str, str]:
     """The variable that shows a process its GPUs and no others; empty for one that has none."""
     gpu = spec.cluster_profile.get("gpu")
@@ -197,7 +203,7 @@ def _process_lines(spec: JobSpec, process: ProcessSpec) -> Iterator[str]:
     yield _field("log", _text(spec, process.log), 4)
     for step in process.prepare:
         yield f"    {step.name} first, unless {_text(spec, step.creates)} is there"
-        yield _shell(spec, process, step.argv)
+        yield _shell(spec, process, script(spec, step))
     yield "    command"
     yield command(spec, process)
 
@@ -228,8 +234,8 @@ def _process_json(spec: JobSpec, process: ProcessSpec) -> dict[str, Any]:
 def _step_json(spec: JobSpec, process: ProcessSpec, step: PrepareStep) -> dict[str, Any]:
     return {
         "name": step.name,
-        "argv": [_text(spec, part) for part in step.argv],
-        "command": _shell(spec, process, step.argv),
+        "commands": [[_text(spec, part) for part in command] for command in step.commands],
+        "command": _shell(spec, process, script(spec, step)),
         "creates": _text(spec, step.creates),
         "shared": step.shared,
     }

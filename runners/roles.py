@@ -11,7 +11,7 @@ from collections.abc import Callable
 import aiohttp
 
 from configs.job import JobSpec, ProcessSpec
-from runners import launch, warden
+from runners import launch, prepare, warden
 from runners.allocation import Allocation
 from runners.events import EventLog
 from runners.outcome import JobCode, JobFailure, log_tail
@@ -43,6 +43,10 @@ class Roles:
     def use(self, spec: JobSpec, allocation: Allocation) -> None:
         """From now on: the same job, bound to the nodes of an allocation."""
         self._spec, self._allocation = spec, allocation
+
+    async def prepare(self) -> None:
+        """What must be done before they can start, see `runners.prepare`. Raises JobFailure."""
+        await prepare.prepare(self._spec, self._ordered, self._allocation, self._events)
 
     async def start(self) -> None:
         """Starts all, decode first and the router last, without waiting for one to be ready. Raises JobFailure."""

@@ -6,7 +6,6 @@ writes what a run decides (host, port, folder) as references, see configs/job.py
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -189,8 +188,7 @@ def environment_steps(context: RoleContext) -> tuple[PrepareStep, ...]:
     dependencies = flag("no-deps", not config.package_dependencies)
     install = (f"{folder}/bin/python", "-m", "pip", "install", "--quiet", *dependencies, *config.packages)
     done = f"{folder}/.complete"
-    script = " && ".join(shlex.join(part) for part in (make, install, ("touch", done)))
-    return (PrepareStep(name="environment", argv=("sh", "-c", script), creates=done, shared=True),)
+    return (PrepareStep(name="environment", commands=(make, install), creates=done, shared=True),)
 
 
 def transport_packages(context: RoleContext) -> tuple[str, ...]:

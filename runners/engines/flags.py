@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import functools
 import json
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,20 +71,10 @@ def audited(process: ProcessSpec) -> bool:
 
 
 def commands(process: ProcessSpec) -> Iterator[tuple[str, ...]]:
-    """The process's command line and those of its preparation, shell scripts taken apart."""
+    """The process's command line and those of its preparation."""
     yield process.argv
     for step in process.prepare:
-        if step.argv[:2] != ("sh", "-c"):
-            yield step.argv
-            continue
-        words: list[str] = []
-        for word in shlex.split(step.argv[2]):
-            if word == "&&":
-                yield tuple(words)
-                words = []
-            else:
-                words.append(word)
-        yield tuple(words)
+        yield from step.commands
 
 
 def check(name: str, argv: Sequence[str], version: str | None) -> list[FlagProblem]:

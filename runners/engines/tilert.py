@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-
 from configs.engine_args import TilertDecodeArgs, TilertRouterArgs
 from configs.job import EngineName, PrepareStep, Readiness, RoleName
 from runners.engines.base import EngineError, RoleContext, flag, one_node, ready
@@ -173,9 +171,8 @@ def _conversion(context: RoleContext) -> tuple[PrepareStep, ...]:
             commands.append((*module, "--model_dir", f"@models@/{mtp}", "--save_dir", target, "--append_mtp"))
     done = f"{target}/.complete"
     commands.insert(0, ("mkdir", "-p", target))
-    commands += [("find", "@model@", *NO_WEIGHTS, *("-exec", "cp", "-n", "{}", target, ";")), ("touch", done)]
-    script = " && ".join(shlex.join(command) for command in commands)
-    return (PrepareStep(name="convert", argv=("sh", "-c", script), creates=done, shared=True),)
+    commands.append(("find", "@model@", *NO_WEIGHTS, "-exec", "cp", "-n", "{}", target, ";"))
+    return (PrepareStep(name="convert", commands=tuple(commands), creates=done, shared=True),)
 
 
 def _decode_args(context: RoleContext) -> TilertDecodeArgs:

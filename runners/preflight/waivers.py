@@ -119,7 +119,10 @@ def modified_images(context: Context) -> Iterator[Finding]:
 def _changes(spec: JobSpec) -> list[tuple[str, str]]:
     found = []
     for process in spec.processes:
-        for text in (*(part for step in process.prepare for part in step.argv), *process.argv):
+        for text in (
+            *(part for step in process.prepare for command in step.commands for part in command),
+            *process.argv,
+        ):
             match = _CHANGES.search(text) or (_FORKED.search(text) if "pip" in text and "install" in text else None)
             if match:
                 found.append((process.name, match.group(0).strip()))

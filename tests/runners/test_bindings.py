@@ -101,9 +101,17 @@ def test_a_preview_names_nodes_and_takes_ports_from_the_start_of_the_range(tmp_p
     assert spec.resolve("@host:decode-2@:@port:decode-2:http@") == "node-2:20000"
     assert spec.resolve("@host:prefill-0@:@port:prefill-0:bootstrap@") == "node-3:20001"
     assert spec.resolve("@port:router-0:http@") == "20002", "the first node has a decode's two ports already"
-    assert spec.resolve("@models@") == spec.cluster_profile["paths"]["models"] and spec.resolve("@converted@").endswith("/converted")
+    assert spec.resolve("@models@") == spec.cluster_profile["paths"]["models"] and spec.resolve("@converted@").endswith(
+        "/converted"
+    )
     assert not [part for process in spec.processes for part in process.argv if "@" in spec.resolve(part)]
-    assert all("@" not in spec.resolve(word) for process in spec.processes for s in process.prepare for word in s.argv)
+    assert all(
+        "@" not in spec.resolve(word)
+        for process in spec.processes
+        for s in process.prepare
+        for command in s.commands
+        for word in command
+    )
 
 
 def test_a_preview_says_when_the_range_is_too_small(tmp_path: Path) -> None:

@@ -60,8 +60,11 @@ def test_preparation_is_audited_too() -> None:
     decode = job.process("decode-0")
     modules = [program_of(command)[0] for command in commands(decode)]
     assert modules.count("tilert.models.preprocess.weight_converter") == 2
-    renamed = decode.prepare[-1].argv[2].replace("--append_mtp", "--append-mtp")
-    step = decode.prepare[-1].model_copy(update={"argv": ("sh", "-c", renamed)})
+    renamed = tuple(
+        tuple("--append-mtp" if word == "--append_mtp" else word for word in command)
+        for command in decode.prepare[-1].commands
+    )
+    step = decode.prepare[-1].model_copy(update={"commands": renamed})
     (problem,) = audit(decode.model_copy(update={"prepare": (step,)}))
     assert problem.message.endswith("Did you mean --append_mtp?")
 

@@ -163,7 +163,7 @@ def converted(tmp_path: Path, meta: dict[str, Any], *, complete: bool = True) ->
     (folder / "tilert_meta.json").write_text(json.dumps(meta))
     if complete:
         (folder / ".complete").touch()
-    step = PrepareStep(name="convert", argv=("true",), creates="@converted@/glm/.complete", shared=True)
+    step = PrepareStep(name="convert", commands=(("true",),), creates="@converted@/glm/.complete", shared=True)
     spec = with_argv(spec, "decode-0", "--model-weights-dir", "@converted@/glm")
     return replace_process(spec, "decode-0", prepare=(step,), gpus=tuple(range(8)))
 

@@ -85,7 +85,7 @@ def ready(name: str, path: str, timeout_s: float = 3600) -> dict[str, Any]:
 
 
 def prepared(spec: JobSpec, name: str, command: str) -> JobSpec:
-    step = PrepareStep(name="step", argv=("sh", "-c", command), creates="@run@/done")
+    step = PrepareStep(name="step", commands=(("sh", "-c", command),), creates="@run@/done")
     return replace_process(spec, name, prepare=(step,))
 
 
