@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from runners import cli_import, cli_jobs
+from runners import cli_changelog, cli_import, cli_jobs
 
 EXIT_OK, EXIT_INVALID, EXIT_USAGE, EXIT_INFRASTRUCTURE, EXIT_INTERRUPTED = 0, 1, 64, 75, 130
 # typer brings its own copy of click in some versions and uses the installed one in others.
@@ -29,8 +29,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-changelog_app = typer.Typer(help="The append-only record of what was measured.", no_args_is_help=True)
-app.add_typer(changelog_app, name="changelog")
+cli_changelog.register(app)
 cli_jobs.register(app)
 cli_import.register(app)
 
@@ -171,20 +170,6 @@ def schema(
 
     for path in write_json_schemas(output_dir or SCHEMA_DIR):
         print(path)
-    return EXIT_OK
-
-
-@changelog_app.command("check")
-def changelog_check(
-    base: Annotated[str, typer.Option("--base", metavar="REF", help="Git revision to compare with.")],
-    path: ChangelogPath = None,
-) -> int:
-    """Check that nothing but whole entries was appended since a revision."""
-    from runners import changelog
-
-    file = path or changelog.default_path()
-    added = changelog.check(file, base)
-    print(f"{file}: {len(added)} entr{'y' if len(added) == 1 else 'ies'} appended since {base}")
     return EXIT_OK
 
 
