@@ -14,6 +14,10 @@ EXIT_OK, EXIT_INVALID, EXIT_INFRASTRUCTURE = 0, 1, 75
 def register(app: typer.Typer) -> None:
     """Adds the commands to the command line."""
     app.command()(calibrate)
+    app.command(
+        "ingest-check", epilog="Exit status: 0 nothing meant for publication is dropped; 1 something is; 64 usage."
+    )(ingest_check)
+    app.command("ingest-export")(ingest_export)
 
 
 def calibrate(
@@ -50,3 +54,39 @@ def calibrate(
         return EXIT_OK
     print("error: no load was measured rightly, every result of this machine would be invalid", file=sys.stderr)
     return EXIT_INVALID
+
+
+def ingest_check(
+    folder: Annotated[Path, typer.Argument(help="Run folder, folder of runs, or a folder of artifacts.")],
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Local rows (hardware cpu) count as dropped, like any other.")
+    ] = False,
+    json_records: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+) -> int:
+    """List every row that the InferenceX dashboard would drop without a word, and why."""
+    from benchmarks.ingest import check
+    from runners.progress import dumps
+
+    found = check(folder)
+    print(dumps(found.as_dict()) if json_records else found)
+    return EXIT_OK if found.ok(strict=strict) else EXIT_INVALID
+
+
+def ingest_export(
+    source: Annotated[Path, typer.Argument(help="Run folder or folder of runs.")],
+    target: Annotated[Path, typer.Argument(help="Empty or new folder for the artifacts.")],
+) -> int:
+    """Lay valid results out as the artifacts that the InferenceX dashboard ingests."""
+    from benchmarks.ingest import check_artifacts
+    from benchmarks.ingest_export import export
+    from benchmarks.result import ResultError
+
+    try:
+        held_back = export(source, target)
+    except FileExistsError as error:
+        raise ResultError(str(error)) from error
+    found = check_artifacts(target)
+    found.held_back = held_back
+    print(found)
+    print(target)
+    return EXIT_OK
