@@ -53,6 +53,8 @@ def evaluate(request: EvalRequest) -> None:
             "max_retries": request.max_retries,
             "max_length": request.max_length,
             "tokenized_requests": False,
+            # A decode server that simulates acceptance refuses what says that it is an evaluation.
+            "header": {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "X-Baton-Purpose": "eval"},
         },
         tasks=[request.task],
         num_fewshot=request.num_fewshot,

@@ -73,6 +73,7 @@ class RowIdentity(_Flat):
     acceptance_provisional: bool
     acceptance_target_length: float | None
     acceptance_measured_length: float | None
+    acceptance_per_position: str | None
 
     OPTIONAL: ClassVar[frozenset[str]] = frozenset({"router", "kv_p2p_transfer"})
 
@@ -322,6 +323,7 @@ def _identity(spec: JobSpec, versions: dict[str, str] | None, acceptance: Accept
         "acceptance_provisional": spec.acceptance.provisional,
         "acceptance_target_length": spec.acceptance.target_length,
         "acceptance_measured_length": None if acceptance is None else acceptance.mean_length,
+        "acceptance_per_position": None if acceptance is None else acceptance.shown_per_position,
     }
 
 

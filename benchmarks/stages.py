@@ -56,11 +56,36 @@ class Acceptance:
     steps: int
     drafted: int
     accepted: int
+    accepted_at: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, decodes: Sequence[Record]) -> Acceptance:
+        """Summed over decode's records. ``steps`` are those that had drafts, where the server tells them apart."""
+        at = [count for record in decodes for count in enumerate(record.get("accepted_at") or ())]
+        by_position: dict[int, int] = {}
+        for position, count in at:
+            by_position[position] = by_position.get(position, 0) + int(count)
+        return cls(
+            steps=sum(int(record.get("drafted_steps", record.get("steps")) or 0) for record in decodes),
+            drafted=sum(int(record.get("drafted") or 0) for record in decodes),
+            accepted=sum(int(record.get("accepted") or 0) for record in decodes),
+            accepted_at=tuple(by_position[position] for position in sorted(by_position)),
+        )
 
     @property
     def mean_length(self) -> float | None:
         """Tokens a step: the verified one and the accepted drafts; None without steps."""
         return None if not self.steps else 1 + self.accepted / self.steps
+
+    @property
+    def per_position(self) -> tuple[float, ...]:
+        """Share of the steps in which each draft position was accepted."""
+        return tuple(round(count / self.steps, 4) for count in self.accepted_at) if self.steps else ()
+
+    @property
+    def shown_per_position(self) -> str | None:
+        """per_position as one plain value of a row, "0.99 0.5 0"; None without drafts."""
+        return " ".join(f"{share:g}" for share in self.per_position) or None
 
 
 @dataclass(frozen=True)
@@ -178,9 +203,7 @@ def join(requests: Sequence[RequestRecord], found: Mapping[str, Sequence[Record]
         unexplained_ms=Distribution.of(unexplained),
         unexplained_fraction=sum(unexplained) / sum(ttfts) if sum(ttfts) > 0 else None,
         bytes_moved=sum(int(record.get("bytes") or 0) for record in decodes),
-        acceptance=Acceptance(
-            *(sum(int(d.get(key) or 0) for d in decodes) for key in ("steps", "drafted", "accepted"))
-        ),
+        acceptance=Acceptance.of(decodes),
         sources=tuple(sorted(found)),
     )
 

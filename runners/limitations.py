@@ -34,6 +34,4 @@ def _bundled_decode(spec: JobSpec, process: ProcessSpec) -> list[str]:
         found.append("serve.decode_server decodes on one device")
     if spec.handoff.kv_dtype == "fp8":
         found.append("serve.decode_server takes no fp8 KV cache")
-    if spec.acceptance.draft_depth:
-        found.append("serve.decode_server does not draft")
     return found

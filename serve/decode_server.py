@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
     from serve.decode.service import DecodeService
     from serve.engine.base import DecodeEngine
+    from serve.engine.speculative import Speculation
 
 log = logging.getLogger("serve.decode_server")
 
@@ -50,6 +51,15 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--max-model-len", type=_positive, default=2048, help="context, in tokens (default %(default)s)")
     p.add_argument("--kv-capacity-tokens", type=_positive, default=None, help="default: batch size x model length")
+    p.add_argument("--draft-depth", type=_natural, default=0, help="draft tokens a step, 0 to 7 (default: no drafts)")
+    p.add_argument("--spec-method", default="mtp", choices=["mtp", "ngram"], help="how drafts are proposed")
+    p.add_argument(
+        "--simulate-acceptance-length",
+        type=_length,
+        default=None,
+        metavar="L",
+        help="force this mean acceptance length, right or wrong (throughput only; evals are refused)",
+    )
     p.add_argument("--queue-depth", type=_natural, default=16, help="requests that may wait (default %(default)s)")
     p.add_argument("--pool-bytes", type=_positive, default=1 << 28, help="receive pool, in bytes (default %(default)s)")
     p.add_argument("--transport", default="mooncake", choices=["mooncake", "nixl"])
@@ -154,7 +164,9 @@ async def _start(
     from serve.handoff.transport import create_transport
 
     model = ModelFiles.read(options.model)
-    layout = KVLayout.from_config(model.config, options.kv_dtype or options.dtype)
+    speculation = speculation_of(options)
+    mtp_layers = int(speculation is not None and speculation.method == "mtp")
+    layout = KVLayout.from_config(model.config, options.kv_dtype or options.dtype, mtp_layers=mtp_layers)
     transport = create_transport(options.transport, options.host, options.protocol)
     receiver = HandoffReceiver(
         layout,
@@ -191,7 +203,19 @@ def _bundled_engine(options: argparse.Namespace) -> DecodeEngine:
         kv_capacity_tokens=options.kv_capacity_tokens or options.max_batch_size * options.max_model_len,
         threads=options.threads,
         device=options.device,
+        speculation=speculation_of(options),
     )
+
+
+def speculation_of(options: argparse.Namespace) -> Speculation | None:
+    """What the command line says about drafts. Raises ValueError for a depth or length that cannot be."""
+    from serve.engine.speculative import Speculation
+
+    if options.draft_depth == 0:
+        if options.simulate_acceptance_length is not None:
+            raise ValueError("--simulate-acceptance-length needs --draft-depth: without drafts nothing is accepted")
+        return None
+    return Speculation(options.spec_method, options.draft_depth, options.simulate_acceptance_length)
 
 
 def _exit_now(status: int) -> int:
@@ -235,12 +259,20 @@ def _bounded(text: str, low: int, high: int, what: str) -> int:
 
 
 def _seconds(text: str) -> float:
+    return _positive_number(text, "a positive number of seconds")
+
+
+def _length(text: str) -> float:
+    return _positive_number(text, "a mean acceptance length")
+
+
+def _positive_number(text: str, what: str) -> float:
     try:
         value = float(text)
     except ValueError:
         value = 0.0
     if not 0 < value < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of seconds")
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
     return value
 
 

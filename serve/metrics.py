@@ -44,6 +44,13 @@ class DecodeMetrics:
         )
         self.drafted = Counter("baton_drafted_tokens", "Draft tokens proposed.", registry=registry)
         self.accepted = Counter("baton_accepted_tokens", "Draft tokens accepted.", registry=registry)
+        self.drafted_steps = Counter("baton_drafted_steps", "Sequence steps that had drafts.", registry=registry)
+        self.accepted_at = Counter(
+            "baton_accepted_at_position",
+            "Steps in which the draft at this position was accepted, from 1.",
+            ["position"],
+            registry=registry,
+        )
 
     def gauge(self, name: str, text: str, read: Callable[[], float]) -> None:
         """Adds a gauge that is read when it is scraped."""

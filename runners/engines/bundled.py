@@ -45,8 +45,7 @@ class BundledAdapter:
             return ()
         simulated = acceptance.target_length if acceptance.mode == "simulated" else None
         return (
-            *("--spec-method", context.spec_method),
-            *("--draft-depth", str(acceptance.draft_depth)),
+            *_drafts(context),
             *flag("simulate-acceptance-length", None if simulated is None else f"{simulated:g}"),
         )
 
@@ -75,7 +74,7 @@ class BundledAdapter:
             *_transfer(context),
             *flag("threads", args.threads),
             *_devices(context),
-            *flag("draft-depth", context.acceptance.draft_depth or None),
+            *_drafts(context),
         )
 
     def _decode(self, context: RoleContext) -> tuple[str, ...]:
@@ -128,6 +127,12 @@ def _server(context: RoleContext, module: str) -> tuple[str, ...]:
         *("--host", context.host),
         *("--port", context.port()),
     )
+
+
+def _drafts(context: RoleContext) -> tuple[str, ...]:
+    """Both sides are told: with mtp the hand-off carries the MTP layer's rows and prefill's proposal."""
+    depth = context.acceptance.draft_depth
+    return ("--spec-method", context.spec_method, "--draft-depth", str(depth)) if depth else ()
 
 
 def _transfer(context: RoleContext) -> tuple[str, ...]:

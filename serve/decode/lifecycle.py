@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 BODY_DEADLINE_S = 60.0
+# An evaluation says so with each request; only a server that simulates acceptance minds.
+PURPOSE_HEADER, EVAL_PURPOSE = "X-Baton-Purpose", "eval"
 
 T = TypeVar("T")
 
@@ -120,6 +122,13 @@ class Lifecycle:
             )
         if service.engine_dead.is_set():
             raise RequestError("the engine has failed", status=503, code="engine_error")
+        if service.simulates and self._http.headers.get(PURPOSE_HEADER, "").strip().lower() == EVAL_PURPOSE:
+            raise RequestError(
+                "this server simulates acceptance, so its tokens are not the model's: evaluate one without "
+                "--simulate-acceptance-length",
+                status=409,
+                code="acceptance_simulated",
+            )
         self._ticket = service.admissions.enter()
         return request
 
@@ -250,6 +259,7 @@ class Lifecycle:
             self._record.steps += 1
             self._record.drafted += output.drafted
             self._record.accepted += output.accepted
+            self._record.count_drafts(output.drafted, output.accepted)
             self._service.count_acceptance(output)
             pieces, finish = self._generation.step(output)
             if finish is not None:

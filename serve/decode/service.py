@@ -24,6 +24,7 @@ from serve.decode.model_files import ModelFiles
 from serve.decode.reply import error_response
 from serve.decode.stages import StageLog
 from serve.engine.base import DecodeEngine, StepOutput
+from serve.engine.speculative import AcceptanceCounters
 from serve.handoff.receiver import HandoffReceiver
 from serve.metrics import CONTENT_TYPE, DecodeMetrics
 from serve.openai import MAX_BODY_BYTES, Endpoint, RequestError
@@ -72,8 +73,7 @@ class DecodeService:
         self.engine_dead = asyncio.Event()
         self._seq_ids = itertools.count(1)
         self._background: set[asyncio.Task[None]] = set()
-        self._drafted = self._accepted = self._engine_steps = 0
-        self._accepted_at: list[int] = []
+        self.acceptance = AcceptanceCounters()
         self._created = int(time.time())
 
     async def start(self) -> None:
@@ -94,6 +94,11 @@ class DecodeService:
             ("baton_requests_queued", "Requests waiting.", lambda: self.admissions.queued),
             ("baton_kv_tokens_used", "KV tokens reserved.", lambda: self.admissions.kv_used_tokens),
             ("baton_kv_tokens_capacity", "KV tokens there are.", lambda: capabilities.kv_capacity_tokens),
+            (
+                "baton_acceptance_length",
+                "Mean tokens of a step with drafts: the accepted ones and one more; 0 before the first.",
+                lambda: self.acceptance.mean_length or 0.0,
+            ),
         ]
         for name, text, read in gauges:
             self.metrics.gauge(name, text, read)
@@ -123,16 +128,17 @@ class DecodeService:
 
     def count_acceptance(self, output: StepOutput) -> None:
         """Adds a step's drafts to the acceptance figures."""
-        if not output.drafted:
-            return
-        self._engine_steps += 1
-        self._drafted += output.drafted
-        self._accepted += output.accepted
-        self._accepted_at += [0] * (output.drafted - len(self._accepted_at))
-        for position in range(output.accepted):
-            self._accepted_at[position] += 1
+        self.acceptance.add(output.drafted, output.accepted)
         self.metrics.drafted.inc(output.drafted)
         self.metrics.accepted.inc(output.accepted)
+        self.metrics.drafted_steps.inc(output.drafted > 0)
+        for position in range(output.accepted):
+            self.metrics.accepted_at.labels(str(position + 1)).inc()
+
+    @property
+    def simulates(self) -> bool:
+        """Whether the engine accepts drafts to a target length in place of verifying them."""
+        return self.capabilities.extra.get("acceptance") == "simulated"
 
     def application(self) -> web.Application:
         """The aiohttp application."""
@@ -179,7 +185,8 @@ class DecodeService:
 
     async def _server_info(self, _: web.Request) -> web.Response:
         admissions, capabilities = self.admissions, self.capabilities
-        steps = self._engine_steps
+        counted = self.acceptance
+        target = capabilities.extra.get("target_length")
         return _json(
             {
                 "role": "decode",
@@ -201,10 +208,14 @@ class DecodeService:
                 "handoff": self.receiver.stats(),
                 "acceptance": {
                     "mode": capabilities.extra.get("acceptance", "real" if capabilities.speculative else "none"),
-                    "drafted": self._drafted,
-                    "accepted": self._accepted,
-                    "mean_length": round(1 + self._accepted / steps, 4) if steps else None,
-                    "per_position": [round(count / steps, 4) for count in self._accepted_at] if steps else [],
+                    "method": capabilities.extra.get("draft_method"),
+                    "draft_depth": int(capabilities.extra.get("draft_depth", 0)),
+                    "target_length": None if target is None else float(target),
+                    "steps": counted.steps,
+                    "drafted": counted.drafted,
+                    "accepted": counted.accepted,
+                    "mean_length": None if counted.mean_length is None else round(counted.mean_length, 4),
+                    "per_position": [round(share, 4) for share in counted.per_position],
                 },
             }
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import orjson
@@ -27,12 +27,21 @@ class StageRecord:
     output_tokens: int = 0
     drafted: int = 0
     accepted: int = 0
+    drafted_steps: int = 0
+    accepted_at: list[int] = field(default_factory=list)
     finish_reason: str | None = None
     total_ms: float | None = None
     bytes: int = 0
     prompt_tokens: int = 0
     status: int | None = None
     code: str | None = None
+
+    def count_drafts(self, drafted: int, accepted: int) -> None:
+        """One step's drafts; ``accepted_at[i]`` counts the steps in which draft i was accepted."""
+        self.drafted_steps += drafted > 0
+        self.accepted_at += [0] * (drafted - len(self.accepted_at))
+        for position in range(accepted):
+            self.accepted_at[position] += 1
 
 
 class StageLog:

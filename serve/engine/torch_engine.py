@@ -6,8 +6,8 @@ Legend: N = tokens of a forward, B = live sequences, E = hidden, V = vocabulary.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,14 @@ from serve.engine.kv_cache import KVCache, KVRegion
 from serve.engine.models import create_model
 from serve.engine.models.base import DecoderModel, Span
 from serve.engine.sampling import TokenSampler, sample
+from serve.engine.speculative import (
+    MtpDrafter,
+    NgramHistory,
+    Speculation,
+    Verified,
+    create_drafter,
+    create_verifier,
+)
 from serve.weights.index import TORCH_DTYPES, Checkpoint
 
 PREFILL_CHUNK_TOKENS = 512
@@ -33,10 +41,16 @@ class _Sequence:
     last_token: int = -1
     outputs: int = 0
     finished: bool = False
+    drafts: list[int] = field(default_factory=list)
+    history: NgramHistory | None = None
 
 
 class TorchEngine:
-    """See DecodeEngine. A sequence's KV is reserved for prompt + max_tokens at once, so a step can never run out."""
+    """See DecodeEngine. A sequence's KV is reserved for prompt + max_tokens at once, so a step can never run out.
+
+    With ``speculation`` a step verifies each sequence's drafts and proposes the next ones; drafts run past the end of
+    a request, so each sequence has ``depth`` rows more, which the KV capacity given does not count.
+    """
 
     def __init__(
         self,
@@ -47,18 +61,26 @@ class TorchEngine:
         max_model_len: int,
         kv_capacity_tokens: int,
         device: torch.device,
+        speculation: Speculation | None = None,
     ) -> None:
         self._model = model
+        self._slack_tokens = 0 if speculation is None else speculation.depth
+        self._verifier = create_verifier(speculation)
+        self._drafter = None if speculation is None else create_drafter(model, speculation, device)
+        self._keeps_history = speculation is not None and speculation.method == "ngram"
         self._eos_token_ids = frozenset(eos_token_ids)
         self._device = device
         with torch.inference_mode():
-            self._kv = KVCache(model.cache_planes, kv_capacity_tokens, device)
+            arena_tokens = kv_capacity_tokens + max_batch_size * self._slack_tokens
+            self._kv = KVCache(model.cache_planes, arena_tokens, device)
         self._sequences: dict[int, _Sequence] = {}
         self._capabilities = Capabilities(
             max_batch_size=max_batch_size,
             max_model_len=max_model_len,
             kv_capacity_tokens=kv_capacity_tokens,
             local_prefill=True,
+            speculative=speculation is not None,
+            extra={} if speculation is None else _described(speculation),
         )
 
     @property
@@ -87,37 +109,65 @@ class TorchEngine:
             raise
         sequence.last_token = admission.first_token_id
         sequence.outputs = 1
+        if sequence.history is not None:
+            sequence.history.extend([admission.first_token_id])
+            sequence.drafts = self._propose([(sequence, [admission.first_token_id], torch.empty(0))])[0]
+        elif self._drafter is not None and all(0 <= t < self._model.vocab_size for t in admission.draft_token_ids):
+            sequence.drafts = [*admission.draft_token_ids][: self._slack_tokens]
 
     @torch.inference_mode()
     def prefill(self, seq_id: int, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> StepOutput:
         """See DecodeEngine. Long prompts run in chunks of PREFILL_CHUNK_TOKENS, which bounds the working memory."""
         sequence = self._open(seq_id, prompt_token_ids, sampling)
         try:
-            for start in range(0, len(prompt_token_ids), PREFILL_CHUNK_TOKENS):
-                chunk = prompt_token_ids[start : start + PREFILL_CHUNK_TOKENS]
-                token_ids_N = torch.tensor(chunk, device=self._device)
-                hidden_NE = self._model.forward(token_ids_N, [Span(sequence.cache, start, len(chunk))])
+            prefill = ChunkedPrefill(self._model, self._drafter, self._device)
+            for _ in prefill.run(sequence.cache, prompt_token_ids, sequence.sampler, PREFILL_CHUNK_TOKENS):
+                pass
             sequence.cached_tokens = len(prompt_token_ids)
-            token = sample(self._model.logits(hidden_NE[-1:]), [sequence.sampler])[0]
         except BaseException:
             self.release(seq_id)
             raise
-        return self._emit(seq_id, sequence, token)
+        if sequence.history is not None:
+            sequence.history.extend([prefill.token_id])
+        output = self._emit(seq_id, sequence, [prefill.token_id], 0, 0)
+        if not sequence.finished and self._drafter is not None:
+            sequence.drafts = prefill.drafts or self._propose([(sequence, [prefill.token_id], torch.empty(0))])[0]
+        return output
 
     @torch.inference_mode()
     def step(self) -> list[StepOutput]:
         live = [(seq_id, sequence) for seq_id, sequence in self._sequences.items() if not sequence.finished]
         if not live:
             return []
-        token_ids_N = torch.tensor([sequence.last_token for _, sequence in live], device=self._device)
-        spans = [Span(sequence.cache, sequence.cached_tokens, 1) for _, sequence in live]
-        logits_BV = self._model.logits(self._model.forward(token_ids_N, spans))
-        tokens = sample(logits_BV, [sequence.sampler for _, sequence in live])
-        outputs = []
-        for (seq_id, sequence), token in zip(live, tokens, strict=True):
-            sequence.cached_tokens += 1
-            outputs.append(self._emit(seq_id, sequence, token))
+        drafts = [sequence.drafts for _, sequence in live]
+        inputs = [[sequence.last_token, *sequence.drafts] for _, sequence in live]
+        spans = [Span(s.cache, s.cached_tokens, len(tokens)) for (_, s), tokens in zip(live, inputs, strict=True)]
+        hidden_NE = self._model.forward(torch.tensor([t for row in inputs for t in row], device=self._device), spans)
+        verified = self._verifier.verify(self._model.logits(hidden_NE), drafts, [s.sampler for _, s in live])
+        outputs, going = [], []
+        row = 0
+        for (seq_id, sequence), span, (tokens, accepted) in zip(live, spans, verified, strict=True):
+            outputs.append(self._emit(seq_id, sequence, tokens, span.count - 1, accepted))
+            if not sequence.finished and self._drafter is not None:
+                if sequence.history is not None:
+                    sequence.history.extend(tokens)
+                going.append((sequence, tokens, hidden_NE[row : row + len(tokens)]))
+            sequence.cached_tokens += len(tokens)
+            row += span.count
+        for (sequence, _, _), proposal in zip(going, self._propose(going), strict=True):
+            sequence.drafts = proposal
         return outputs
+
+    def _propose(self, going: Sequence[tuple[_Sequence, list[int], torch.Tensor]]) -> list[list[int]]:
+        """Drafts after each sequence's newest tokens, whose rows start where its cache ended before them."""
+        if self._drafter is None:
+            return []
+        return self._drafter.propose(
+            [
+                Verified(sequence.cache, sequence.cached_tokens - len(tokens), tokens, hidden_NE, sequence.history)
+                for sequence, tokens, hidden_NE in going
+            ]
+        )
 
     def release(self, seq_id: int) -> None:
         sequence = self._sequences.pop(seq_id, None)
@@ -139,12 +189,14 @@ class TorchEngine:
         self._check_tokens(seq_id, prompt_token_ids)
         if len(self._sequences) >= limits.max_batch_size:
             raise EngineFull(f"all {limits.max_batch_size} batch places are taken")
-        region = self._kv.allocate(tokens)
+        region = self._kv.allocate(tokens + self._slack_tokens)
         if region is None:
             raise EngineFull(
                 f"{tokens} KV tokens needed, {self._kv.free_tokens} free, {self._kv.largest_free_tokens} in one piece"
             )
         sequence = _Sequence(sampling, TokenSampler(sampling), region, self._model.open_cache(region))
+        if self._keeps_history:
+            sequence.history = NgramHistory(prompt_token_ids)
         self._sequences[seq_id] = sequence
         return sequence
 
@@ -166,16 +218,67 @@ class TorchEngine:
     def _stops(self, token: int, sampling: SamplingParams) -> bool:
         return token in sampling.stop_token_ids or (not sampling.ignore_eos and token in self._eos_token_ids)
 
-    def _emit(self, seq_id: int, sequence: _Sequence, token: int) -> StepOutput:
-        sequence.last_token = token
-        sequence.outputs += 1
+    def _emit(self, seq_id: int, sequence: _Sequence, tokens: Sequence[int], drafted: int, accepted: int) -> StepOutput:
+        """The step's output up to the token that ends the sequence; acceptance is counted as it was verified."""
         reason: FinishReason | None = None
-        if self._stops(token, sequence.sampling):
-            reason = "stop"
-        elif sequence.outputs >= sequence.sampling.max_tokens:
-            reason = "length"
+        emitted: list[int] = []
+        for token in tokens:
+            emitted.append(token)
+            sequence.outputs += 1
+            if self._stops(token, sequence.sampling):
+                reason = "stop"
+            elif sequence.outputs >= sequence.sampling.max_tokens:
+                reason = "length"
+            if reason is not None:
+                break
+        sequence.last_token = emitted[-1]
         sequence.finished = reason is not None
-        return StepOutput(seq_id, (token,), reason)
+        return StepOutput(seq_id, tuple(emitted), reason, drafted, accepted)
+
+
+class ChunkedPrefill:
+    """Runs one prompt in chunks, which bounds the working memory, and its MTP rows with an MtpDrafter.
+
+    After run() is exhausted: ``token_id``, the first token sampled, and ``drafts`` for those after it.
+    """
+
+    def __init__(self, model: DecoderModel, drafter: Any, device: torch.device) -> None:
+        self._model, self._device = model, device
+        self._drafter = drafter if isinstance(drafter, MtpDrafter) else None
+        self.token_id = -1
+        self.drafts: list[int] = []
+
+    def run(
+        self, cache: Any, prompt_token_ids: Sequence[int], sampler: TokenSampler, chunk_tokens: int
+    ) -> Iterator[tuple[int, int]]:
+        """Yields (start, end) of each chunk once its rows are in the cache, those of the MTP layer included."""
+        length = len(prompt_token_ids)
+        for start in range(0, length, chunk_tokens):
+            end = min(start + chunk_tokens, length)
+            token_ids_N = torch.tensor(prompt_token_ids[start:end], device=self._device)
+            hidden_NE = self._model.forward(token_ids_N, [Span(cache, start, end - start)])
+            following = [*prompt_token_ids[start + 1 : end + 1]]
+            if end == length:
+                self.token_id = sample(self._model.logits(hidden_NE[-1:]), [sampler])[0]
+                following.append(self.token_id)
+            if self._drafter is not None:
+                part = Verified(cache, start, following, hidden_NE)
+                if end == length:
+                    self.drafts = self._drafter.propose([part])[0]
+                else:
+                    self._drafter.extend(part)
+            yield start, end
+
+
+def _described(speculation: Speculation) -> dict[str, str]:
+    """What the server says about drafts; ``acceptance`` is real or simulated."""
+    simulated = speculation.simulated_length
+    described = {
+        "acceptance": "real" if simulated is None else "simulated",
+        "draft_method": speculation.method,
+        "draft_depth": str(speculation.depth),
+    }
+    return described if simulated is None else {**described, "target_length": f"{simulated:g}"}
 
 
 def create_engine(
@@ -186,24 +289,17 @@ def create_engine(
     kv_capacity_tokens: int,
     threads: int,
     device: str = "cpu",
+    speculation: Speculation | None = None,
 ) -> TorchEngine:
     """Loads a Hugging Face checkpoint directory. ``threads`` is torch's thread count, which is process-wide.
 
     Raises ValueError (CheckpointError included) for a checkpoint or a size that cannot be served.
     """
-    if dtype not in TORCH_DTYPES:
-        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(TORCH_DTYPES)}")
     for name, value in (("max_batch_size", max_batch_size), ("max_model_len", max_model_len), ("threads", threads)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, not {value}")
-    config = _read_json(model_dir / "config.json")
-    longest = config.get("max_position_embeddings", max_model_len)
-    if max_model_len > longest:
-        raise ValueError(f"max_model_len {max_model_len} is more than config.json's max_position_embeddings {longest}")
-    torch.set_num_threads(threads)
     target = torch.device(device)
-    with torch.inference_mode(), Checkpoint(model_dir) as checkpoint:
-        model = create_model(config, checkpoint, TORCH_DTYPES[dtype], target, max_model_len)
+    model = load_model(model_dir, dtype, max_model_len, threads, target, speculation)
     return TorchEngine(
         model,
         eos_token_ids=eos_token_ids(model_dir),
@@ -211,7 +307,27 @@ def create_engine(
         max_model_len=max_model_len,
         kv_capacity_tokens=kv_capacity_tokens,
         device=target,
+        speculation=speculation,
     )
+
+
+def load_model(
+    model_dir: Path, dtype: str, max_model_len: int, threads: int, device: torch.device, speculation: Speculation | None
+) -> DecoderModel:
+    """The checkpoint's model, with its MTP layer when ``speculation`` drafts by it. Raises ValueError."""
+    if dtype not in TORCH_DTYPES:
+        raise ValueError(f"dtype {dtype!r} is not one of {', '.join(TORCH_DTYPES)}")
+    config = _read_json(model_dir / "config.json")
+    longest = config.get("max_position_embeddings", max_model_len)
+    if max_model_len > longest:
+        raise ValueError(f"max_model_len {max_model_len} is more than config.json's max_position_embeddings {longest}")
+    mtp = speculation is not None and speculation.method == "mtp"
+    if mtp and not config.get("num_nextn_predict_layers", config.get("num_mtp_layers")):
+        raise ValueError("config.json: no MTP layer (num_nextn_predict_layers is 0); draft by n-gram or not at all")
+    torch.set_num_threads(threads)
+    positions = max_model_len + (0 if speculation is None else speculation.depth)
+    with torch.inference_mode(), Checkpoint(model_dir) as checkpoint:
+        return create_model(config, checkpoint, TORCH_DTYPES[dtype], device, positions, mtp=mtp)
 
 
 def eos_token_ids(model_dir: Path) -> frozenset[int]:

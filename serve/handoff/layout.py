@@ -134,7 +134,7 @@ class KVLayout:
             kv_heads = hf_config.get("num_key_value_heads") or heads
             head_dim = hf_config.get("head_dim") or _positive(hf_config, "hidden_size") // heads
             row = (int(kv_heads), int(head_dim))
-            planes = (Plane("k", layers, row, kv_dtype), Plane("v", layers, row, kv_dtype))
+            planes: tuple[Plane, ...] = (Plane("k", layers, row, kv_dtype), Plane("v", layers, row, kv_dtype))
             rope = "neox"
         elif family in MLA_FAMILY:
             latent = (_positive(hf_config, "kv_lora_rank"),)

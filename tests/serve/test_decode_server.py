@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import orjson
 import pytest
@@ -84,7 +85,8 @@ async def test_several_tokens_of_one_step_are_several_events(server, engine):
     assert [text_of(e) for e in events(b"".join(chunks))[:-1]] == [*"cdefghi", ""]
     _, info = await server.get("/server_info")
     assert info["acceptance"] == {
-        "mode": "none", "drafted": 4, "accepted": 4, "mean_length": 3.0, "per_position": [1.0, 1.0]
+        "mode": "none", "method": None, "draft_depth": 0, "target_length": None, "steps": 2,
+        "drafted": 4, "accepted": 4, "mean_length": 3.0, "per_position": [1.0, 1.0],
     }  # fmt: skip
 
 
@@ -251,3 +253,25 @@ def test_a_model_file_that_is_missing_or_broken_is_named(tiny_model_dir, tmp_pat
         (tmp_path / name).write_text(content)
     with pytest.raises(ValueError, match=name):
         ModelFiles.read(tmp_path)
+
+
+async def test_an_evaluation_is_refused_where_acceptance_is_simulated(server):
+    service, params = server.service, await server.handoff("ab", first="c")
+    service.capabilities = replace(service.capabilities, extra={"acceptance": "simulated", "target_length": "2.5"})
+    asked = body(Endpoint.COMPLETIONS, params)
+
+    status, refusal = await server.post("/v1/completions", asked, headers={"X-Baton-Purpose": "eval"})
+    allowed, _ = await server.post("/v1/completions", body(Endpoint.COMPLETIONS, await server.handoff("ab", first="c")))
+    _, info = await server.get("/server_info")
+
+    assert (status, refusal["error"]["code"]) == (409, "acceptance_simulated")
+    assert allowed == 200
+    assert (info["acceptance"]["mode"], info["acceptance"]["target_length"]) == ("simulated", 2.5)
+
+
+async def test_a_real_server_answers_evaluations(server):
+    asked = body(Endpoint.COMPLETIONS, await server.handoff("ab", first="c"))
+
+    status, _ = await server.post("/v1/completions", asked, headers={"X-Baton-Purpose": "eval"})
+
+    assert status == 200
