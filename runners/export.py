@@ -5,6 +5,7 @@ The nodes need what the job needs anyway: the repository's folder and its Python
 
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 from collections.abc import Iterator
@@ -98,7 +99,12 @@ def _lines(spec: JobSpec) -> Iterator[str]:
     yield ""
     yield "# --- whatever happens, what was started is ended"
     yield "declare -A PIDS=()"
-    yield 'stop() { local status=$?; trap - EXIT; kill "${PIDS[@]}" 2>/dev/null || true; wait || true; exit $status; }'
+    yield "stop() {"
+    yield "  local status=$?; trap - EXIT TERM INT USR2"
+    yield '  kill "${PIDS[@]}" 2>/dev/null || true'
+    yield '  for _ in {1..100}; do [ -n "$(jobs -rp)" ] || break; sleep 0.1; done'
+    yield '  kill -9 "${PIDS[@]}" 2>/dev/null || true; exit $status'
+    yield "}"
     yield "trap stop EXIT; trap 'exit 143' TERM INT USR2"
     yield ""
     staging = staging_command(spec)
@@ -137,7 +143,7 @@ def _lines(spec: JobSpec) -> Iterator[str]:
         yield "alive"
     yield ""
     yield "# --- rows.json and report.md; the exit status says whether every point was produced and is valid"
-    yield '"$PYTHON" -m runners.cli report "$RUN"'
+    yield '"$PYTHON" -m benchmarks.report "$RUN"'
     yield "exit $failed"
 
 
@@ -177,9 +183,20 @@ def _role(spec: JobSpec, process: ProcessSpec) -> Iterator[str]:
     env = {**(spec.cluster_profile.get("env") or {}), **mask(spec, process)}
     env |= {key: spec.resolve(value) for key, value in process.env.items()}
     wrapped = wrap(spec, process, [spec.resolve(part) for part in process.argv], env, label="JOBID")
-    words = " \\\n  ".join(_word(spec, part) for part in (*wrapped.srun, *wrapped.argv))
+    words = " \\\n  ".join(_flag_lines([_word(spec, part) for part in (*wrapped.srun, *wrapped.argv)]))
     yield f'on_node {process.node} --job-name={process.name} --chdir="$JOB" \\\n  {words} \\'
     yield f'  >"$JOB/logs/{process.name}.log" 2>&1 </dev/null & PIDS[{process.name}]=$!'
+
+
+def _flag_lines(words: list[str]) -> list[str]:
+    """A flag and its value share a line."""
+    lines = words[:1]
+    for before, word in itertools.pairwise(words):
+        if before.startswith("--") and "=" not in before and not word.startswith("--"):
+            lines[-1] += f" {word}"
+        else:
+            lines.append(word)
+    return lines
 
 
 def _word(spec: JobSpec, text: str) -> str:

@@ -18,6 +18,7 @@ from configs.job import JobSpec
 from runners import points, slurm
 from runners.events import Event, EventReader
 from runners.follow import Interruptions
+from runners.orchestrate import keep_earlier
 from runners.outcome import INFRASTRUCTURE, JobCode, Outcome, PointOutcome, log_tail
 from runners.submit import Submission, SubmitError, submit_slurm
 
@@ -128,6 +129,7 @@ class Fleet:
     def _submit_one(self, member: Member) -> None:
         attempt = member.attempt + 1
         try:
+            keep_earlier(member.spec.job_dir())
             member.submission = self._submit(member.spec, attempt=attempt, exclude=member.excluded)
         except SubmitError as error:
             self._end(member, self._from_outside(member, JobCode.SUBMISSION_FAILED, str(error)))
@@ -161,12 +163,8 @@ class Fleet:
                 self._check_deadline(member, state)
 
     def _own_outcome(self, member: Member) -> Outcome | None:
-        """outcome.json of this attempt: an older one was moved away when the attempt began."""
-        path = member.spec.job_dir() / "outcome.json"
-        assert member.submission is not None
-        if path.exists() and path.stat().st_mtime >= member.submission.submitted_s - 1:
-            return Outcome.read(member.spec.job_dir())
-        return None
+        """outcome.json of this attempt: that of an earlier one was moved away before this one was submitted."""
+        return Outcome.read(member.spec.job_dir())
 
     def _check_deadline(self, member: Member, state: slurm.SlurmState) -> None:
         minutes = self._site["pending-deadline-min"]

@@ -34,6 +34,8 @@ INHERITED = frozenset(
 )
 INHERITED_PREFIXES = ("SLURM_",)
 START_TIMEOUT_S = 30.0
+STEP_LINES = 8
+STEP_NOISE = re.compile(r"lacks support for cpu binding|_step_signal: Terminating|can not load PMIx")
 # The tree is killed KILL_DEADLINE_S after the grace at the latest; past that the warden itself is at fault.
 STOP_MARGIN_S = warden.LEFTOVER_GRACE_S + warden.KILL_DEADLINE_S + 5.0
 
@@ -167,12 +169,17 @@ async def start(
         raise
     if "error" in record:
         await keeper.wait()
-        said = " | ".join(log_tail(errors, 3)) if errors else ""
+        said = step_words(errors)
         message = f"{name}: cannot start {record['error']}" + (f": {said}" if said else "")
         raise JobFailure(JobCode.START_FAILED, message, process=name, log=log)
     running = Running(name, int(record["started"]), log, grace_s, keeper)
     running.errors = errors
     return running
+
+
+def step_words(errors: Path | None) -> str:
+    """What Slurm says about a step, without what it says about every step; empty outside an allocation."""
+    return " | ".join(line for line in log_tail(errors, STEP_LINES) if not STEP_NOISE.search(line))
 
 
 async def _first_report(keeper: asyncio.subprocess.Process) -> dict[str, Any]:

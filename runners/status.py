@@ -31,7 +31,7 @@ def run_status(run_dir: Path, queries: slurm.Queries | None = None) -> list[dict
     open_jobs = {}
     for spec in specs:
         submission = Submission.read(spec.job_dir())
-        if submission is not None and _outcome(spec, submission) is None:
+        if submission is not None and Outcome.read(spec.job_dir()) is None:
             open_jobs[spec.job_dir().name] = submission.job_id
     asked = queries or slurm.Queries()
     states = asked.states(open_jobs.values()) if open_jobs else {}
@@ -47,7 +47,7 @@ def table(records: Sequence[dict[str, Any]], title: str) -> Table:
         shown.add_column(column, overflow="fold")
     for record in records:
         points = f"{record['points_done']}/{record['points_total']}"
-        detail = record["message"] or record["reason"] or (record["tail"][-1] if record["tail"] else "")
+        detail = record["message"] or (record["tail"][-1] if record["tail"] else "")
         if record["pending_s"] is not None:
             limit = record["pending_deadline_s"]
             detail = f"{record['reason']}, {record['pending_s']:.0f} s" + (f" of {limit:.0f} s" if limit else "")
@@ -87,17 +87,10 @@ def logs_of(spec: JobSpec) -> dict[str, Path]:
     return found
 
 
-def _outcome(spec: JobSpec, submission: Submission | None) -> Outcome | None:
-    path = spec.job_dir() / "outcome.json"
-    if submission is not None and path.exists() and path.stat().st_mtime < submission.submitted_s - 1:
-        return None  # of an earlier attempt
-    return Outcome.read(spec.job_dir())
-
-
 def _job(spec: JobSpec, states: Any, problem: str | None) -> dict[str, Any]:
     job_dir = spec.job_dir()
     submission = Submission.read(job_dir)
-    outcome = _outcome(spec, submission)
+    outcome = Outcome.read(job_dir)
     state: slurm.SlurmState | None = states.get(submission.job_id) if submission else None
     stage, point, progress, done = _events(job_dir)
     site = spec.cluster_profile.get("slurm") or {}

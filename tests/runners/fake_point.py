@@ -24,6 +24,10 @@ def main() -> int:
     if behaviour == "crash":
         print("the last words of a point", file=sys.stderr)
         return 3
+    if behaviour == "wait":
+        (folder / "hanging").touch()
+        while not (folder / "go").exists():
+            time.sleep(0.05)
     if behaviour == "hang":
         (folder / "hanging").touch()
         time.sleep(600)

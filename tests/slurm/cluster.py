@@ -147,6 +147,16 @@ class MiniSlurm:
             )
         (home / "pid").write_text(str(process.pid))
 
+    def is_up(self) -> bool:
+        """Whether the controller answers; nothing else may run on this machine under this name."""
+        pid = self.root / "run" / "slurmctld.pid"
+        if not pid.exists() or not Path(f"/proc/{pid.read_text().strip()}").exists():
+            return False
+        ping = subprocess.run(
+            ["scontrol", "ping"], env={**os.environ, "SLURM_CONF": str(self.conf)}, capture_output=True, text=True
+        )
+        return "UP" in ping.stdout
+
     def idle(self) -> set[str]:
         """Names of the nodes that Slurm calls idle."""
         return set(sh("sinfo", "-hN", "-t", "idle", "-o", "%N", check=False).split())

@@ -25,13 +25,19 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[MiniSlurm]:
-    """The four-node cluster, up; SLURM_CONF is set."""
+    """The four-node cluster, up; SLURM_CONF is set. One that `make slurm-up` started is used, and left as it is."""
     if os.geteuid() != 0:
         pytest.skip("the test cluster needs root (network and mount namespaces)")
     cluster = MiniSlurm()
-    cluster.up()
-    yield cluster
-    cluster.down()
+    if cluster.is_up():
+        os.environ["SLURM_CONF"] = str(cluster.conf)
+        yield cluster
+        return
+    try:
+        cluster.up()
+        yield cluster
+    finally:
+        cluster.down()
 
 
 @pytest.fixture
