@@ -14,7 +14,7 @@ from configs.job import JobSpec, ProcessSpec
 from runners import launch, prepare, warden
 from runners.allocation import Allocation
 from runners.events import EventLog
-from runners.outcome import JobCode, JobFailure, log_tail
+from runners.outcome import JobCode, JobFailure
 
 START_ORDER = ("metaserver", "decode", "aggregated", "prefill", "router")
 ROLE_GRACE_S = 8.0  # vLLM on a CPU takes 3 s from SIGTERM
@@ -103,7 +103,7 @@ class Roles:
         if not dead:
             return None
         ended, role = min(dead, key=lambda item: item[0].at_s)
-        slurm_says = " | ".join(line for line in log_tail(role.errors, 5) if "cpu binding" not in line)
+        slurm_says = launch.step_words(role.errors)
         starved = OUT_OF_MEMORY.search(slurm_says) is not None
         return JobFailure(
             JobCode.OUT_OF_MEMORY if starved else JobCode.ROLE_DIED,
