@@ -30,6 +30,8 @@ DEFAULT_ITLS_MS = (40.0, 10.0)
 DEFAULT_TTFT_MS = 100.0
 OSL = 64
 ISL_WORDS = 256
+# A load is refused when something else took the processor for a moment; the next moment may be quiet.
+ATTEMPTS = 2
 _START_S = 10.0
 
 
@@ -45,7 +47,11 @@ def calibrate(
     loads = sorted(((conc, itl) for conc in concurrencies for itl in itls_ms), key=lambda load: load[0] / load[1])
     with tempfile.TemporaryDirectory(prefix="baton-calibrate-") as folder:
         for number, (conc, itl_ms) in enumerate(loads):
-            entry = measure(conc, ttft_ms, itl_ms, Path(folder) / str(number), requests=max(8, 3 * conc))
+            for attempt in range(ATTEMPTS):
+                raw = Path(folder) / f"{number}-{attempt}"
+                entry = measure(conc, ttft_ms, itl_ms, raw, requests=max(8, 3 * conc))
+                if entry.refused is None:
+                    break
             entries.append(entry)
             progress(entry)
     return Calibration(

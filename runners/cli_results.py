@@ -49,11 +49,15 @@ def calibrate(
         return EXIT_INFRASTRUCTURE
     print(file=sys.stderr)
     print(table(found))
+    if any(entry.refused for entry in found.entries):
+        print(
+            "warning: results beyond what was not refused will be invalid; calibrate a quiet machine", file=sys.stderr
+        )
+    if not any(entry.honest for entry in found.entries):
+        print("error: no load was measured rightly; nothing is stored: it would forbid every result", file=sys.stderr)
+        return EXIT_INVALID
     print(found.write(output or machine_file(found.machine["id"])))
-    if any(entry.honest for entry in found.entries):
-        return EXIT_OK
-    print("error: no load was measured rightly, every result of this machine would be invalid", file=sys.stderr)
-    return EXIT_INVALID
+    return EXIT_OK
 
 
 def ingest_check(

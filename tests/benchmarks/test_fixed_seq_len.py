@@ -94,6 +94,12 @@ def test_a_healthy_run_is_valid(healthy) -> None:
     assert (result.row["num_requests_total"], result.row["num_requests_successful"]) == (12, 12)
 
 
+def test_the_result_says_where_it_was_measured(healthy) -> None:
+    _, _, _, result = healthy
+    assert result.provenance["run_id"] == "r" and result.provenance["machine"]["cores"] >= 1
+    assert result.published()["provenance"]["started_at"] == result.started_at
+
+
 def test_the_server_gets_the_warmup_prompts_first_and_every_prompt_once(healthy) -> None:
     bench, server, _, _ = healthy
     inputs = json.loads((bench.out / "raw/inputs.json").read_text())["data"]
