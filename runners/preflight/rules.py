@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 
+from benchmarks import ingest
 from configs.job import JobSpec
 from configs.traces import CORPUS_OF_MODEL
 from runners.finding import Finding
@@ -12,12 +13,6 @@ from runners.golden import CURVES, GoldenError, read_curve
 from runners.preflight.registry import At, Context, check, check_job, error, warning
 
 OPEN_ENGINES = ("vllm", "sglang")
-# What the InferenceX app maps; a row with another value is dropped on ingest without an error.
-INGESTED_MODELS = {
-    *("dsr1", "dsv2lite", "dsv4", "gemma4", "glm5", "glm5.1", "glm5.2", "gptoss120b", "kimik2.5", "kimik2.6"),
-    *("kimik2.7-code", "kimik3", "llama70b", "minimaxm2.5", "minimaxm2.7", "minimaxm3", "qwen3.5", "qwen3.8next"),
-}
-INGESTED_HARDWARE = {"h100", "h200", "b200", "b300", "gb200", "gb300", "mi300x", "mi325x", "mi355x"}
 
 EVAL_SIMULATED = error(
     code="eval-simulated",
@@ -225,8 +220,8 @@ def publication(spec: JobSpec, at: At) -> Iterator[Finding]:
     if spec.cluster_profile.get("executor") != "slurm":
         return
     for name, value, known in (
-        ("model prefix", spec.model_prefix, INGESTED_MODELS),
-        ("hardware", str(spec.cluster_profile.get("hardware")), INGESTED_HARDWARE),
+        ("model prefix", spec.model_prefix, ingest.MODELS | ingest.MODEL_ALIASES.keys()),
+        ("hardware", str(spec.cluster_profile.get("hardware")), ingest.GPUS),
     ):
         if value not in known:
             message = f"the InferenceX app maps no {name} {value}"

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
 from benchmarks.verdict import Reason, ReasonCode
 from runners.finding import Finding
 from runners.outcome import JobCode, Outcome
@@ -64,6 +68,10 @@ VERDICT = {
     ReasonCode.OUTPUT_LENGTH_MISMATCH: ("outputs have another length than asked", "check ignore-eos and stop tokens"),
     ReasonCode.PREFIX_CACHE_HIT: ("prompts came from a cache", "use other seeds, or switch the prefix cache off"),
     ReasonCode.CLIENT_SATURATED: ("the client was the bottleneck", "give it more cores, or lower the concurrency"),
+    ReasonCode.CLIENT_OUT_OF_RANGE: (
+        "the client was never checked at this load",
+        "run `baton calibrate` for this request rate, or measure less load",
+    ),
     ReasonCode.CLOCK_INCONSISTENT: ("clocks of two nodes disagree", "synchronise them (chrony)"),
     ReasonCode.STAGES_MISSING: ("a process wrote no stage records", "check its --stage-log and disk"),
     ReasonCode.ROLE_RESTARTED: ("a process restarted in the middle", "read its log; the point does not count"),
@@ -78,8 +86,18 @@ def _name(kind: str, code: str) -> str:
 
 
 _FIXES: dict[str, str] = {}
-for _kind, _table in (("job", JOB), ("handoff", HANDOFF), ("verdict", VERDICT)):
-    for _member, (_description, _fix) in _table.items():
+_MEMBERS: tuple[tuple[str, type[StrEnum], Mapping[Any, tuple[str, str]]], ...] = (
+    ("job", JobCode, JOB),
+    ("handoff", HandoffCode, HANDOFF),
+    ("verdict", ReasonCode, VERDICT),
+)
+for _kind, _codes, _table in _MEMBERS:
+    for _member in _codes:
+        if _member is JobCode.COMPLETED:
+            continue
+        # A code that is too new to be in the table is still in the list.
+        _plain = (_member.value.replace("_", " "), "look at the message, and at the log of the process it names")
+        _description, _fix = _table.get(_member, _plain)
         declare(_name(_kind, _member.value), "error", "runtime", _description)
         _FIXES[_name(_kind, _member.value)] = _fix
 

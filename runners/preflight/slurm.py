@@ -57,18 +57,15 @@ def _run(argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
     return subprocess.run(argv, capture_output=True, text=True, timeout=TIMEOUT_S)
 
 
-def sbatch_question(spec: JobSpec) -> list[str]:
-    """The question: the job's partition, nodes, GPUs and limits around an empty script."""
-    slurm, gpu = spec.cluster_profile.get("slurm") or {}, spec.cluster_profile.get("gpu")
-    options = {name: slurm.get(name) for name in ("partition", "account", "qos", "constraint", "segment")}
-    options |= {
-        "nodes": spec.num_nodes,
-        "time": slurm.get("time-limit-min"),
-        "exclude": ",".join(slurm.get("exclude") or ()) or None,
-        "gres": f"gpu:{gpu['count-per-node']}" if gpu else None,
-    }
-    flags = [f"--{name}={value}" for name, value in options.items() if value is not None]
-    return ["sbatch", "--test-only", *flags, *(["--exclusive"] if slurm.get("exclusive") else []), "--wrap=true"]
+def sbatch_questions(spec: JobSpec) -> list[list[str]]:
+    """The job's own sbatch options around an empty script; one question a component of a heterogeneous job."""
+    from runners.submit import sbatch_directives  # submitit takes a third of a second, and only Slurm sites need it
+
+    questions = []
+    for directives in sbatch_directives(spec):
+        flags = [f"--{name}={value}" if value else f"--{name}" for name, value in directives.items()]
+        questions.append(["sbatch", "--test-only", *flags, "--wrap=true"])
+    return questions
 
 
 @check_job(MISSING, REFUSED, NO_JOB_ID, SEGMENT)
@@ -88,30 +85,26 @@ def accepted(spec: JobSpec, at: At) -> Iterator[Finding]:
 def ask(spec: JobSpec, place: str, run: Run) -> Iterator[Finding]:
     """What sbatch says to the job."""
     try:
-        if "--segment" not in run(["sbatch", "--help"]).stdout and "segment" in str(sbatch_question(spec)):
+        segment = (spec.cluster_profile.get("slurm") or {}).get("segment")
+        if segment and "--segment" not in run(["sbatch", "--help"]).stdout:
             message = "segment is set, and this sbatch has no --segment (Slurm 23.11 and later have it)"
             yield SEGMENT.at(place, message, "remove segment from the cluster's file")
             return
-        argv = sbatch_question(spec)
-        done = run(argv)
+        for question in sbatch_questions(spec):
+            yield from _answer(question, run(question), place)
     except (OSError, subprocess.TimeoutExpired) as reason:
-        yield REFUSED.at(
-            place, f"sbatch cannot be asked: {reason}", "look at the site's controller: sinfo, scontrol ping"
-        )
-        return
+        fix = "look at the site's controller: sinfo, scontrol ping"
+        yield REFUSED.at(place, f"sbatch cannot be asked: {reason}", fix)
+
+
+def _answer(question: Sequence[str], done: subprocess.CompletedProcess[str], place: str) -> Iterator[Finding]:
     said = " ".join((done.stderr + done.stdout).split())
     if done.returncode != 0:
-        yield REFUSED.at(
-            place,
-            said or f"sbatch ended with {done.returncode}",
-            f"correct slurm: in the cluster's file; asked: {' '.join(argv)}",
-        )
+        fix = f"correct slurm: in the cluster's file; asked: {' '.join(question)}"
+        yield REFUSED.at(place, said or f"sbatch ended with {done.returncode}", fix)
     elif not _JOB.search(said):
-        yield NO_JOB_ID.at(
-            place,
-            f"sbatch --test-only said: {said or 'nothing'}",
-            "look at what wraps sbatch here: `command -V sbatch`",
-        )
+        fix = "look at what wraps sbatch here: `command -V sbatch`"
+        yield NO_JOB_ID.at(place, f"sbatch --test-only said: {said or 'nothing'}", fix)
 
 
 @check_job(IMAGE, IMAGE_PULL)

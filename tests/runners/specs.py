@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from configs.cluster import Slurm
 from configs.job import (
     AcceptanceSpec,
     AgentXPoint,
@@ -64,6 +65,12 @@ def gsm8k() -> GsmEvalPoint:
     return GsmEvalPoint(id="gsm8k-hub", data="hub", max_tokens=4096, conc=1, threshold=0.93, seed=0, limits=LIMITS)
 
 
+def slurm(**changes: Any) -> dict[str, Any]:
+    """What a Slurm site says, defaults filled in."""
+    fields: dict[str, Any] = {"partition": "main", "time_limit_min": 480} | changes
+    return Slurm(**fields).model_dump(mode="json", by_alias=True)
+
+
 def cluster(name: str, hardware: str, vendor: str, gpus: int, memory_gib: float, **more: Any) -> dict[str, Any]:
     return {
         "name": name,
@@ -72,7 +79,7 @@ def cluster(name: str, hardware: str, vendor: str, gpus: int, memory_gib: float,
         "nodes": 8,
         "gpu": {"type": hardware.upper(), "vendor": vendor, "count-per-node": gpus, "memory-gib": memory_gib},
         "node": {"dram-gib": 3000, "disk-gib": 6000},
-        "slurm": {"partition": "main", "time-limit-min": 480, "exclude": [], "exclusive": True},
+        "slurm": slurm(),
         "paths": {"shared": "/shared", "node-local": "/scratch", "models": "/shared/models"},
         "container": {"runtime": "pyxis", "mounts": []},
         "rdma-devices": ["mlx5_0"],

@@ -54,7 +54,8 @@ def test_results_in_the_repository_itself(tmp_path: Path, folder: Path) -> None:
 
 def test_results_of_a_slurm_job_in_a_private_folder(tmp_path: Path) -> None:
     spec = ready_job(tmp_path)
-    far = spec.model_copy(update={"cluster_profile": spec.cluster_profile | {"executor": "slurm"}})
+    slurm_site = {"executor": "slurm", "slurm": specs.slurm(), "gpu": None}
+    far = spec.model_copy(update={"cluster_profile": spec.cluster_profile | slurm_site})
     assert "output-dir-private" in found(far, Path("/tmp/results"))
     assert "output-dir-private" not in found(spec, Path("/tmp/results"))
     assert "output-dir-private" not in found(far, REPO / "results")
@@ -259,7 +260,16 @@ def test_slurm_is_asked_and_its_refusal_is_repeated() -> None:
     refusal = answers("sbatch: error: invalid partition specified: main", 1)
     (finding,) = slurm.ask(far_job(), "cluster", refusal)
     assert finding.code == "slurm-refused" and "invalid partition" in finding.message
-    assert "--partition=main --nodes=2" in finding.fix
+    assert "--nodes=2" in finding.fix and "--partition=main" in finding.fix
+
+
+def test_a_heterogeneous_job_is_asked_part_by_part() -> None:
+    spec = far_job(slurm=specs.slurm(role_partitions={"decode": "other"}))
+    asked = slurm.sbatch_questions(spec)
+    assert [[flag for flag in question if "partition" in flag] for question in asked] == [
+        ["--partition=other"],
+        ["--partition=main"],
+    ]
 
 
 def test_an_answer_without_a_job_id() -> None:
@@ -268,7 +278,7 @@ def test_an_answer_without_a_job_id() -> None:
 
 
 def test_a_segment_that_this_slurm_does_not_know() -> None:
-    spec = far_job(slurm={"segment": 2, "exclusive": True, "time-limit-min": 60, "exclude": []})
+    spec = far_job(slurm=specs.slurm(segment=2))
     (finding,) = slurm.ask(spec, "cluster", answers("", help_text="--nodes"))
     assert finding.code == "slurm-segment-unsupported"
     assert list(slurm.ask(spec, "cluster", answers("Job 1 to start at noon"))) == []

@@ -219,11 +219,11 @@ FAULTS: dict[str, tuple[Callable[[], JobSpec], Callable[[], JobSpec]]] = {
     "job-name-collision": (tilert_rocm, lambda: tilert_rocm(points=(point(), point(), gsm8k()))),
     "readiness-over-limit": (
         tilert_rocm,
-        lambda: site(tilert_rocm(), slurm={"time-limit-min": 60}),
+        lambda: site(tilert_rocm(), slurm=specs.slurm(time_limit_min=60)),
     ),
     "time-limit-short": (
         lambda: simulated(),
-        lambda: site(change(simulated(), points=(agentx(), agentx(conc=2))), slurm={"time-limit-min": 90}),
+        lambda: site(change(simulated(), points=(agentx(), agentx(conc=2))), slurm=specs.slurm(time_limit_min=90)),
     ),
     "weights-node-local": (
         tilert_rocm,
