@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from runners import cli_changelog, cli_import, cli_jobs
+from runners import cli_changelog, cli_import, cli_jobs, cli_results
 
 EXIT_OK, EXIT_INVALID, EXIT_USAGE, EXIT_INFRASTRUCTURE, EXIT_INTERRUPTED = 0, 1, 64, 75, 130
 # typer brings its own copy of click in some versions and uses the installed one in others.
@@ -32,6 +32,7 @@ app = typer.Typer(
 cli_changelog.register(app)
 cli_jobs.register(app)
 cli_import.register(app)
+cli_results.register(app)
 
 Config = Annotated[Path, typer.Option("--config", "-c", help="Matrix file, e.g. configs/local.yaml.")]
 Only = Annotated[
