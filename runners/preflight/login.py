@@ -27,7 +27,7 @@ SERVING_MODULES = ("torch", "transformers", "safetensors", "aiohttp")
 TRANSPORT_MODULES = {"mooncake": "mooncake", "nixl": "nixl"}
 CLIENT_MODULES = {"fixed-seq-len": ("aiperf",), "agentic-coding": ("aiperf",), "gsm8k": ("lm_eval",)}
 EPHEMERAL_RANGE = Path("/proc/sys/net/ipv4/ip_local_port_range")
-VOLATILE = ("/tmp", "/var/tmp", "/dev/shm", "/run")
+VOLATILE = ("/tmp", "/dev/shm", "/run")
 CONVERSION_MARGIN = 1.1  # free disk over the size of what is converted
 MIN_FREE_BYTES = GIB // 4
 
