@@ -12,11 +12,14 @@ import argparse
 import logging
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    import asyncio
+    from collections.abc import Callable, Coroutine
     from typing import Any
+
+    from aiohttp import web
 
     from serve.decode.service import DecodeService
     from serve.engine.base import DecodeEngine
@@ -92,6 +95,23 @@ async def serve(
     options: argparse.Namespace, make_engine: Callable[[argparse.Namespace], DecodeEngine] | None = None
 ) -> int:
     """Starts everything, waits for the end, stops everything. ``make_engine`` replaces the bundled engine (tests)."""
+    return await serve_until_stopped(options, lambda: _start(options, make_engine or _bundled_engine))
+
+
+class Service(Protocol):
+    """A server's inside, started: what serve_until_stopped() needs of it."""
+
+    engine_dead: asyncio.Event
+
+    def application(self) -> web.Application:
+        """Its routes."""
+
+    async def close(self, timeout_s: float) -> bool:
+        """Ends it; False when its engine hangs."""
+
+
+async def serve_until_stopped(options: argparse.Namespace, start: Callable[[], Coroutine[Any, Any, Service]]) -> int:
+    """Listens on options.host and port, starts the service, prints the ready line; returns the exit status."""
     import asyncio
     import signal
     import socket
@@ -108,7 +128,7 @@ async def serve(
     except OSError as error:
         log.error("cannot listen on %s:%s: %s; choose another --port", options.host, options.port, error.strerror)
         return EXIT_START_FAILED
-    starting = asyncio.ensure_future(_start(options, make_engine or _bundled_engine))
+    starting = asyncio.ensure_future(start())
     stopped = asyncio.ensure_future(stop.wait())
     await asyncio.wait({starting, stopped}, return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
@@ -123,7 +143,7 @@ async def serve(
     return await _run(service, listener, stopped)
 
 
-async def _run(service: DecodeService, listener: Any, stopped: Any) -> int:
+async def _run(service: Service, listener: Any, stopped: Any) -> int:
     import asyncio
 
     from aiohttp import web

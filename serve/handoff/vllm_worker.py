@@ -11,9 +11,10 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -173,8 +174,11 @@ class HandoffStreamer:
         if self._step and (source := self._sources.get(name)) is not None and source.hooked:
             self._stage(name, source)
 
-    def end_step(self) -> None:
-        """Stages the layers that had no hook in this step, and ends the hand-offs that are complete."""
+    def end_step(self, drafts: Mapping[str, Sequence[int]] = MappingProxyType({})) -> None:
+        """Stages the layers that had no hook in this step, and ends the hand-offs that are complete.
+
+        ``drafts`` holds what a prefill that drafts proposes after the first token, by hand-off.
+        """
         for name, source in self._sources.items() if self._step else ():
             self._stage(name, source)
         step, self._step = self._step, {}
@@ -185,7 +189,7 @@ class HandoffStreamer:
                 if (run := self._runs.get(handoff_id)) is not None:
                     run.computed_s = self._clock()
             try:
-                self._sender.finish(handoff_id)
+                self._sender.finish(handoff_id, drafts.get(handoff_id, ()))
             except Exception as error:
                 self._give_up(pending.chunk, error)
 

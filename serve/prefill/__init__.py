@@ -1,0 +1,1 @@
+"""The bundled prefill server's inside: prompts on the event loop, the model on a thread of its own."""

@@ -1,0 +1,133 @@
+"""One prompt after the other through the model, its rows handed off chunk by chunk as they are computed."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from serve.engine.base import SamplingParams
+from serve.engine.kv_cache import KVCache
+from serve.engine.models.base import DecoderModel
+from serve.engine.sampling import TokenSampler
+from serve.engine.speculative import Speculation, create_drafter
+from serve.engine.torch_engine import ChunkedPrefill
+from serve.handoff.layout import DTYPE_BYTES
+from serve.handoff.protocol import HandoffCode
+from serve.handoff.vllm_schedule import Chunk, Failure, HandoffParams, StepPlan
+from serve.handoff.vllm_worker import HandoffStreamer
+
+
+class PromptAbandoned(RuntimeError):
+    """The client is gone; the hand-off was given up."""
+
+
+@dataclass(eq=False)
+class Prompt:
+    """One request. ``handoff`` None: only the first token is wanted. Set ``abandoned`` to stop after a chunk."""
+
+    token_ids: Sequence[int]
+    sampling: SamplingParams
+    handoff: HandoffParams | None
+    arrived_s: float = field(default_factory=time.monotonic)
+    abandoned: threading.Event = field(default_factory=threading.Event)
+
+
+class CachedLayer:
+    """What a HandoffStreamer reads of one layer: the rows of the prompt that is being computed."""
+
+    hooked = False
+
+    def __init__(self, model: DecoderModel, layer: int, kv_dtype: str) -> None:
+        assert kv_dtype in DTYPE_BYTES
+        self.layer = layer
+        self.cache: Any = None
+        self._model = model
+        self._dtype = getattr(torch, kv_dtype)
+
+    def rows(self, chunk: Chunk) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+        """(first token, plane name -> rows) of the chunk."""
+        kv = self._model.extract(self.cache, self.layer, chunk.start, chunk.end)
+        yield chunk.start, {name: rows.to(self._dtype) for name, rows in kv.planes.items()}
+
+
+class PrefillWorker:
+    """Owns the model and a cache for one prompt; all calls come from one thread."""
+
+    def __init__(
+        self,
+        model: DecoderModel,
+        speculation: Speculation | None,
+        *,
+        max_model_len: int,
+        chunk_tokens: int,
+        device: torch.device,
+    ) -> None:
+        self._model, self._device, self._chunk_tokens = model, device, chunk_tokens
+        mtp = speculation is not None and speculation.method == "mtp"
+        self._drafter = create_drafter(model, speculation, device) if speculation is not None and mtp else None
+        depth = 0 if speculation is None else speculation.depth
+        with torch.inference_mode():
+            self._kv = KVCache(model.cache_planes, max_model_len + depth, device)
+        self._slack_tokens = depth
+        self._streamer: HandoffStreamer | None = None
+        self.layers: dict[str, Any] = {}
+
+    def stream_to(self, streamer: HandoffStreamer) -> None:
+        """Where rows go; made from ``layers``."""
+        self._streamer = streamer
+
+    def make_layers(self, kv_dtype: str) -> dict[str, Any]:
+        """The sources of a HandoffStreamer."""
+        self.layers = {
+            f"layers.{layer}": CachedLayer(self._model, layer, kv_dtype) for layer in range(self._model.kv_layers)
+        }
+        return self.layers
+
+    @torch.inference_mode()
+    def run(self, prompt: Prompt) -> int:
+        """The first token; its hand-off is committed in the background. Raises PromptAbandoned, ValueError."""
+        length = len(prompt.token_ids)
+        if max(prompt.token_ids) >= self._model.vocab_size:
+            raise ValueError(f"a token id is outside the vocabulary of {self._model.vocab_size}")
+        region = self._kv.allocate(length + self._slack_tokens)
+        if region is None:
+            raise ValueError(f"a prompt of {length} tokens is longer than this server was started for")
+        try:
+            return self._run(prompt, self._model.open_cache(region))
+        except BaseException as error:
+            self._give_up(prompt, error)
+            raise
+        finally:
+            self._kv.free(region)
+
+    def _run(self, prompt: Prompt, cache: Any) -> int:
+        queue_ms = (time.monotonic() - prompt.arrived_s) * 1e3
+        for layer in self.layers.values():
+            layer.cache = cache
+        prefill = ChunkedPrefill(self._model, self._drafter, self._device)
+        computed = prefill.run(cache, prompt.token_ids, TokenSampler(prompt.sampling), self._chunk_tokens)
+        length = len(prompt.token_ids)
+        for start in range(0, length, self._chunk_tokens):
+            if prompt.abandoned.is_set():
+                raise PromptAbandoned("the client is gone")
+            end = min(start + self._chunk_tokens, length)
+            if self._streamer is not None and prompt.handoff is not None:
+                self._streamer.begin_step(StepPlan((Chunk(prompt.handoff, length, start, end, (), queue_ms),)))
+            next(computed)
+            if self._streamer is not None and prompt.handoff is not None:
+                self._streamer.end_step({prompt.handoff.handoff_id: prefill.drafts})
+        return prefill.token_id
+
+    def _give_up(self, prompt: Prompt, error: BaseException) -> None:
+        if self._streamer is None or prompt.handoff is None:
+            return
+        reason = f"prefill: {type(error).__name__}: {error}"
+        self._streamer.fail_step(reason)
+        handoff = prompt.handoff
+        failure = Failure(handoff.handoff_id, handoff.request_id, HandoffCode.ABORTED, reason)
+        self._streamer.begin_step(StepPlan(aborts=(failure,)))
