@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import os
 import shutil
@@ -18,6 +19,7 @@ from runners.outcome import JobCode, JobFailure
 
 PROBE_TIMEOUT_S = 60.0
 COMMAND_TIMEOUT_S = 30.0
+WEIGHTS_TIMEOUT_S = 1700.0
 LOW_DISK_BYTES = 256 << 20
 
 
@@ -80,6 +82,10 @@ async def bind(spec: JobSpec, allocation: Allocation) -> JobSpec:
         answers = await asyncio.gather(*probes)
     finally:
         token.unlink(missing_ok=True)
+    assert spec.run is not None
+    if "checkpoint" in spec.run.bindings:  # an earlier attempt had copied it to nodes of its own
+        found = spec.run.bindings | {"model": spec.run.bindings["checkpoint"]}
+        spec = spec.model_copy(update={"run": spec.run.model_copy(update={"bindings": found})})
     return bindings.bind_nodes(spec, [node.address for node in allocation.nodes], [a["ports"] for a in answers])
 
 
@@ -114,6 +120,34 @@ async def _probe(spec: JobSpec, allocation: Allocation, index: int, count: int, 
                 host=node.name,
             )
     return answer
+
+
+async def copy_weights(spec: JobSpec, allocation: Allocation) -> JobSpec:
+    """The spec with ``@model@`` on every node's own disk, where the site has one apart from the shared folder.
+
+    Raises JobFailure(STAGING_FAILED) naming the node."""
+    paths = spec.cluster_profile["paths"]
+    assert spec.run is not None
+    source = Path(spec.run.bindings["model"])
+    if paths["node-local"] == paths["shared"]:
+        return spec
+    # The path in the name: two sites' folders of one model are not one.
+    name = f"{source.name}-{hashlib.sha256(str(source).encode()).hexdigest()[:8]}"
+    target = bindings.REPO / str(paths["node-local"]) / "weights" / name
+    argv = [sys.executable, "-m", "runners.stage_node", "--source", str(source), "--target", str(target)]
+
+    async def copy(index: int) -> None:
+        step = [*allocation.step(index, "weights"), f"--chdir={bindings.REPO}"]
+        try:
+            await _run([*step, *argv], WEIGHTS_TIMEOUT_S, allocation.nodes[index].name)
+        except JobFailure as error:
+            raise JobFailure(JobCode.STAGING_FAILED, error.message, process="weights", host=error.host) from error
+
+    # Node 0 measures, and reads the tokenizer for that.
+    await asyncio.gather(*(copy(index) for index in sorted({0, *(p.node for p in spec.processes)})))
+    moved = {"model": str(target), "checkpoint": str(source)}
+    run = spec.run.model_copy(update={"bindings": spec.run.bindings | moved})
+    return spec.model_copy(update={"run": run})
 
 
 async def _address(name: str) -> str:

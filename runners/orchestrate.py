@@ -18,7 +18,7 @@ from typing import Any
 
 from configs.job import JobSpec, PointSpec
 from runners import canary, points, prepare, warden, weights
-from runners.allocation import bind, discover
+from runners.allocation import Allocation, bind, copy_weights, discover
 from runners.events import EventLog
 from runners.outcome import JobCode, JobFailure, Outcome, PointOutcome, log_tail
 from runners.roles import PROBE_TIMEOUT_S, Roles
@@ -86,6 +86,7 @@ class Job:
         self.roles = Roles(spec, events, lambda name: self._end(JobCode.ROLE_DIED, f"{name} ended"))
         self.outcomes = {point.id: PointOutcome(point.id, "not_run") for point in spec.points}
         self._ended: asyncio.Future[JobFailure] | None = None
+        self._allocation: Allocation | None = None
 
     async def run(self, submitter: str | None = None) -> Outcome:
         """Runs the job to its end and says which end it was; raises nothing that a job can cause."""
@@ -110,6 +111,10 @@ class Job:
             return
         with self._stage("weights"):
             await weights.stage(self.spec)
+            if self._allocation is not None:
+                self.spec = await copy_weights(self.spec, self._allocation)
+                self.spec.write(self.spec.job_dir() / "spec.json")
+                self.roles.use(self.spec, self._allocation)
         if prepare.needed(self.spec.processes):
             with self._stage("prepare"):
                 await self.roles.prepare()
@@ -149,6 +154,7 @@ class Job:
         self.spec = await bind(self.spec, allocation)
         self.spec.write(self.spec.job_dir() / "spec.json")
         self.roles.use(self.spec, allocation)
+        self._allocation = allocation
 
     async def _until_ended(
         self, flow: Coroutine[Any, Any, None], ended: asyncio.Future[JobFailure]

@@ -241,9 +241,11 @@ def execute(specs: Sequence[JobSpec], options: Options, progress: Progress) -> i
         interrupted = interruptions.count > 0
         if interrupted and len(outcomes) < len(specs):
             progress.note(f"`baton resume {run_dir}` takes the run up again")
+        valid_before = count_valid(run_dir)
         rows = collect(run_dir)
         status = exit_status(specs, outcomes, rows, interrupted=interrupted)
-        if not interrupted and any(row["verdict"]["valid"] for row in rows):
+        # A run that was taken up again and has nothing new is in the changelog already.
+        if not interrupted and sum(row["verdict"]["valid"] for row in rows) > valid_before:
             append_changelog(specs, options, run_dir, rows)
         if not write_report(run_dir, progress) and status == EXIT_OK:
             status = EXIT_INFRASTRUCTURE
@@ -256,6 +258,16 @@ def execute(specs: Sequence[JobSpec], options: Options, progress: Progress) -> i
             log.write("done", what="run", name=run_dir.name, status=status, message=message, elapsed_s=elapsed_s)
         )
     return status
+
+
+def count_valid(run_dir: Path) -> int:
+    """Valid points in the rows.json of an earlier sweep over this folder."""
+    from benchmarks.result import ResultError, read_rows
+
+    try:
+        return sum(row["verdict"]["valid"] for row in read_rows(run_dir / "rows.json"))
+    except (ResultError, OSError):
+        return 0
 
 
 def collect(run_dir: Path) -> list[dict[str, Any]]:

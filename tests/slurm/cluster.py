@@ -56,6 +56,7 @@ class MiniSlurm:
     root: Path = Path("/run/baton-mini-slurm")
     nodes: tuple[str, ...] = ("b200-1", "b200-2", "mi355x-1", "mi355x-2")
     gpus_per_node: int = 8
+    controller_port: int = 6817
     env: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -222,6 +223,7 @@ class MiniSlurm:
         self.conf.write_text(
             f"""ClusterName=minislurm
 SlurmctldHost={socket.gethostname()}({NETWORK}.1)
+SlurmctldPort={self.controller_port}
 SlurmUser=root
 AuthType=auth/munge
 # a requeued job waits for its credential to expire first: 120 s by default

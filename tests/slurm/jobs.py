@@ -30,6 +30,11 @@ def profile(**changes: Any) -> dict[str, Any]:
     return cluster
 
 
+def on_disk(cluster: dict[str, Any], node_local: str | None) -> dict[str, Any]:
+    """The profile with the nodes' own disk somewhere else than the shared folder."""
+    return cluster | {"paths": cluster["paths"] | {"node-local": node_local}} if node_local else cluster
+
+
 def slurm_job(
     folder: Path,
     *,
@@ -38,6 +43,7 @@ def slurm_job(
     job_id: str = "job",
     nodes: int = 2,
     site: dict[str, Any] | None = None,
+    node_local: str | None = None,
     **options: Any,
 ) -> JobSpec:
     """A job of `tests.runners.jobs` on two nodes; ``site`` changes fields of the profile's slurm."""
@@ -48,7 +54,7 @@ def slurm_job(
     spec = spec.model_copy(
         update={
             "cluster": "mini-slurm",
-            "cluster_profile": profile(**(site or {})),
+            "cluster_profile": on_disk(profile(**(site or {})), node_local),
             "num_nodes": nodes,
             "processes": tuple(
                 process.model_copy(update={"node": min(NODE_OF[process.name], nodes - 1)}) for process in spec.processes
