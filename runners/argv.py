@@ -13,29 +13,28 @@ from configs.job import ProcessSpec
 
 
 class Arguments:
-    """Flags of one process. Spellings may be given as alternatives; the last occurrence counts, as argparse has it."""
+    """Flags of one process. Spellings may be given as alternatives; of one, the last occurrence counts."""
 
     def __init__(self, process: ProcessSpec) -> None:
         self.name = process.name
         self.env: Mapping[str, str] = process.env
-        self._argv = process.argv
+        self._values: dict[str, str | None] = {}
+        following = iter((*process.argv[1:], None))
+        for part in process.argv:
+            name, equals, value = part.partition("=")
+            after = next(following)
+            if not name.startswith("-"):
+                continue
+            told = value if equals else after if after is not None and not after.startswith("--") else None
+            self._values[name] = told if told is not None else self._values.get(name)
 
     def has(self, *flags: str) -> bool:
         """Whether a flag is there, with a value or without."""
-        return any(part == flag or part.startswith(f"{flag}=") for part in self._argv for flag in flags)
+        return any(flag in self._values for flag in flags)
 
     def text(self, *flags: str) -> str | None:
         """The value after ``--flag`` or ``--flag=``; None when it is absent or has none."""
-        found = None
-        for index, part in enumerate(self._argv):
-            name, equals, value = part.partition("=")
-            if name not in flags:
-                continue
-            if equals:
-                found = value
-            elif index + 1 < len(self._argv) and not self._argv[index + 1].startswith("--"):
-                found = self._argv[index + 1]
-        return found
+        return next((value for flag in flags if (value := self._values.get(flag)) is not None), None)
 
     def number(self, *flags: str) -> float | None:
         """The value as a number; None when it is absent or no number."""
@@ -62,10 +61,9 @@ class Arguments:
         except ValueError:
             loaded = {}
         found: dict[str, Any] = loaded if isinstance(loaded, dict) else {}
-        for part in self._argv:
-            name = part.partition("=")[0]
+        for name, value in self._values.items():
             if name.startswith(f"{flag}."):
-                found[name.removeprefix(f"{flag}.")] = self.text(name)
+                found[name.removeprefix(f"{flag}.")] = value
         return found
 
     @property

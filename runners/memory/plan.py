@@ -200,7 +200,7 @@ def host_bytes(spec: JobSpec, node: int = 0) -> int:
     return sum(term.bytes for term in _host_terms([role for role in _roles(spec) if role.process.node == node]))
 
 
-def _roles(spec: JobSpec, tokens: int | None = None) -> Iterator[Role]:
+def _roles(spec: JobSpec) -> Iterator[Role]:
     shape = _shape(spec)
     gpu, node = spec.cluster_profile.get("gpu"), spec.cluster_profile.get("node") or {}
     for process in spec.processes:
@@ -213,7 +213,7 @@ def _roles(spec: JobSpec, tokens: int | None = None) -> Iterator[Role]:
             arguments=arguments,
             shape=shape,
             worker=_worker(spec, process),
-            tokens=tokens or served_tokens(arguments, spec),
+            tokens=served_tokens(arguments, spec),
             vendor=str(gpu["vendor"]) if gpu else "",
             device_bytes=int(float(gpu["memory-gib"]) * GIB) if gpu else 0,
             node_bytes=int(float(node.get("dram-gib", 0)) * GIB),
@@ -287,19 +287,19 @@ def _largest_context(spec: JobSpec, roles: Sequence[Role], served: int) -> int:
     """By bisection: every term grows with the context."""
     native = int(spec.model_profile.get("context-length", served))
     low, high = 0, max(native, served) // CONTEXT_STEP_TOKENS
-    if _fits(spec, high * CONTEXT_STEP_TOKENS):
+    if _fits(spec, roles, high * CONTEXT_STEP_TOKENS):
         return high * CONTEXT_STEP_TOKENS
     while high - low > 1:
         middle = (low + high) // 2
-        if _fits(spec, middle * CONTEXT_STEP_TOKENS):
+        if _fits(spec, roles, middle * CONTEXT_STEP_TOKENS):
             low = middle
         else:
             high = middle
     return low * CONTEXT_STEP_TOKENS
 
 
-def _fits(spec: JobSpec, tokens: int) -> bool:
-    roles = list(_roles(spec, tokens))
+def _fits(spec: JobSpec, served: Sequence[Role], tokens: int) -> bool:
+    roles = [replace(role, tokens=tokens) for role in served]
     return all(table.fits for table in _tables(spec, roles)) and all(r.fits for r in _registrations(spec, roles))
 
 

@@ -272,9 +272,9 @@ def test_every_term_says_where_it_comes_from() -> None:
 
 def test_a_plan_is_quick_and_needs_no_torch() -> None:
     plan_memory(original_design())
-    start = time.perf_counter()
+    start = time.process_time()
     for _ in range(20):
         plan_memory(original_design())
-    assert (time.perf_counter() - start) / 20 < 0.05
+    assert (time.process_time() - start) / 20 < 0.05
     code = "import runners.memory, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
