@@ -16,31 +16,31 @@ from tests.slurm.cluster import MiniSlurm
 from tests.slurm.jobs import Watch, run, slurm_job
 
 
-def on_node(slurm: MiniSlurm, node: str) -> list[Path]:
-    """Copies on the private /tmp of a node."""
-    return list((slurm.root / "nodes" / node / "tmp" / "baton-weights" / "weights").glob("model-*/model.safetensors"))
+def disk(slurm: MiniSlurm, node: str, shared: Path) -> Path:
+    """The node's own /tmp/<name of the test's folder>, as this machine sees it."""
+    return slurm.root / "nodes" / node / "tmp" / shared.name
 
 
 def test_two_jobs_share_one_copy_on_every_node(shared: Path, slurm: MiniSlurm) -> None:
-    local = "/tmp/baton-weights"
+    local = f"/tmp/{shared.name}"
     one, two = (slurm_job(shared, job_id=name, node_local=local) for name in ("one", "two"))
     outcomes = Watch(one, two).run()
     assert [outcome.outcome for outcome in outcomes if outcome] == ["completed", "completed"]
     for node in ("b200-1", "b200-2"):
-        (copy,) = on_node(slurm, node)
+        (copy,) = disk(slurm, node, shared).glob("weights/model-*/model.safetensors")
         assert copy.read_bytes() == (shared / "model" / "model.safetensors").read_bytes()
     bound = json.loads((one.job_dir() / "spec.json").read_text())["run"]["bindings"]
     assert bound["model"].startswith(local) and bound["checkpoint"] == str(shared / "model")
-    assert not list((slurm.root / "nodes" / "b200-2" / "tmp").rglob("*.partial-*"))
+    assert not list(disk(slurm, "b200-2", shared).rglob("*.partial-*"))
 
 
 def test_a_node_that_cannot_take_the_copy_is_named(shared: Path, slurm: MiniSlurm) -> None:
-    in_the_way = slurm.root / "nodes" / "b200-2" / "tmp" / "baton-blocked"
-    in_the_way.mkdir(exist_ok=True)
+    in_the_way = disk(slurm, "b200-2", shared)
+    in_the_way.mkdir()
     (in_the_way / "weights").touch()  # a file where the folder would be
-    outcome = run(slurm_job(shared, node_local="/tmp/baton-blocked"))
+    outcome = run(slurm_job(shared, node_local=f"/tmp/{shared.name}"))
     assert (outcome.code, outcome.host) == (JobCode.STAGING_FAILED, "b200-2")
-    assert "/tmp/baton-blocked/weights" in outcome.message
+    assert f"/tmp/{shared.name}/weights" in outcome.message
     assert jobs.names(outcome) == {"ok": "not_run"}
 
 
