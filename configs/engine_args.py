@@ -121,6 +121,9 @@ class TilertDecodeArgs(Strict):
         default="cuda", description="Where the hand-off buffers of both sides lie; cpu is pinned 2 MiB pages."
     )
     senders: int = Field(default=8, ge=1, le=8, description="Prefill ranks that send; both sides must agree.")
+    poll_ms: int | None = Field(
+        default=None, gt=0, le=1000, description="How often tokens are flushed (0.1.6 and later); null is 200 ms."
+    )
     queue_depth: int | None = Field(
         default=None, gt=0, description="Requests one worker takes at once (SGLang pairing only); null is 2."
     )

@@ -53,6 +53,10 @@ class TilertAdapter:
             env |= {} if args.queue_depth is None else {"TILERT_DECODE_QUEUE_DEPTH": str(args.queue_depth)}
             return env | ({"TILERT_GLM_DECODING_CONSTRAINT": "1"} if args.template_constraint else {})
         env |= wire_env(context, args)
+        if args.poll_ms is not None:
+            if _before_0_1_6(context):
+                raise EngineError(f"{context.name}: TileRT 0.1.5 flushes as it likes; leave poll-ms out.")
+            env["TILERT_DECODE_POLL_MS"] = str(args.poll_ms)
         acceptance = context.acceptance
         if acceptance.mode == "simulated":
             if not context.on_rocm:

@@ -16,6 +16,7 @@ from runners.preflight import (
     rules,
     runtime,
     slurm,
+    versions,
     waivers,
 )
 from runners.preflight.recipe import finding_of_expansion, findings_of
@@ -44,5 +45,6 @@ __all__ = [
     "run_checks",
     "runtime",
     "slurm",
+    "versions",
     "waivers",
 ]

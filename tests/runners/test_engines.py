@@ -144,6 +144,7 @@ REFUSALS: list[tuple[str, Callable[[dict[str, Any]], object], str]] = [
     (A, lambda e: first(e)["decode"].update(tp=4), "TileRT decodes on 8 GPUs; set tp: 8"),
     (A, lambda e: first(e)["prefill"].update({"num-worker": 2}), "takes one vLLM prefill"),
     (A, lambda e: e["roles"]["decode"]["args"].update({"buffer-device": "cpu"}), "needs TileRT 0.1.6"),
+    (A, lambda e: args(e, "decode").update({"poll-ms": 20}), "leave poll-ms out"),
     (A, lambda e: e["roles"]["router"]["args"].update({"queue-timeout-s": 9}), "0.1.5 has no generation-config"),
     (A, lambda e: e.update(model="glm5.2-fp8", **{"deprecated-model-reason": None}), "takes glm5.2-fp8 from SGLang"),
     (C, lambda e: first(e).update({"draft-depth": 5}), "TileRT drafts 3 or 7 tokens, not 5"),

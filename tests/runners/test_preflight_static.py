@@ -102,6 +102,10 @@ def versioned(version: str) -> JobSpec:
     return replace_process(tilert_rocm(), "decode-0", version=version)
 
 
+def pinned(version: str) -> JobSpec:
+    return replace_process(tilert_rocm(), "prefill-0", version=version)
+
+
 def tcp(spec: JobSpec) -> JobSpec:
     return handoff(spec, protocol="tcp")
 
@@ -244,6 +248,13 @@ FAULTS: dict[str, tuple[Callable[[], JobSpec], Callable[[], JobSpec]]] = {
         lambda: with_argv(versioned("0.1.6.post3"), "decode-0", "--control-port", "5556"),
     ),
     "flags-unrecorded": (lambda: versioned("0.1.6.post3"), lambda: versioned("0.1.7")),
+    # versions
+    "flag-unknown": (
+        lambda: pinned("0.24.0"),
+        lambda: with_argv(pinned("0.24.0"), "prefill-0", "--enable-nsa-cache-layer-split"),
+    ),
+    "flags-unrecorded": (lambda: pinned("0.24.0"), lambda: pinned("0.24.1")),
+    "not-in-this-version": (tilert_rocm, bundled),
     # memory
     "memory-over": (tilert_rocm, original_design),
     "memory-kv-budget": (tilert_rocm, original_design),

@@ -109,6 +109,7 @@ def test_b_glm53_on_mi355x_keeps_its_buffers_on_the_host(jobs: dict[str, list[Jo
     convert = next(command for command in decode.prepare[-1].commands if "-m" in command)
     assert convert[2] == "tilert.models.glm_5_2_rocm.weight_converter" and convert[-2:] == ("--num_mtp", "3")
     assert decode.prepare[-1].creates.endswith("-mtp3/.complete")
+    assert decode.env["TILERT_DECODE_POLL_MS"] == "20"
     assert (simulated.acceptance.curve, simulated.acceptance.target_length) == ("glm5.3_mtp", 2.99)
     assert simulated.acceptance.provisional and "provisional" in render(simulated)
     env = simulated.process("decode-0").env
