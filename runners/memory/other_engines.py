@@ -14,8 +14,6 @@ CONTEXT_PARALLEL_FLAGS = ("--enable-nsa-prefill-context-parallel", "--enable-pre
 EXPERTS_ON_HOST_FLAG = "--kt-weight-path"
 RUNTIME_BYTES = GIB  # interpreter, torch and activations of one engine process; measured 0.7 to 0.9 GiB with vLLM
 DEFAULT_POOL_GIB = 8
-FETCH_CHUNK_BYTES = 256 << 20
-MAX_VERIFY_ROWS = 96
 
 
 def sglang_tables(role: Role) -> list[Table]:

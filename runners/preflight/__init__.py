@@ -1,13 +1,14 @@
 """Checks, cheapest first: what a recipe says, what the login node sees, what a node says, what happens at run time.
 
 Every code is in `REGISTRY`, whoever finds it. A new check is a function under `check` or `check_job` in the module of
-its subject; a new code is declared beside it and gets a planted fault in tests/runners/faults.
+its subject; a new code is declared beside it and gets a planted fault in tests/runners/test_preflight_*.py.
 """
 
 from runners.finding import Finding, Phase, Severity
 from runners.preflight import (
     allocation,
     checkpoints,
+    environment,
     login,
     memory,
     pairs,
@@ -33,6 +34,7 @@ __all__ = [
     "Severity",
     "allocation",
     "checkpoints",
+    "environment",
     "errors",
     "finding_of_expansion",
     "findings_of",
