@@ -148,7 +148,8 @@ def test_stages_and_the_unexplained_part_sum_to_the_clients_ttft(healthy) -> Non
 
 def test_the_result_can_be_assembled_again_from_raw(healthy) -> None:
     bench, _, _, result = healthy
-    assert fixed_seq_len.assemble(bench.spec, bench.point, bench.out) == result
+    again = fixed_seq_len.assemble(bench.spec, bench.point, bench.out)
+    assert again.with_provenance(bench.out / "raw") == result
 
 
 def test_a_result_is_never_overwritten(healthy, capsys: pytest.CaptureFixture[str]) -> None:
