@@ -11,6 +11,7 @@ from ruamel.yaml import YAML
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 KEY = "recipe"
+DEFAULT = "smollm2-135m-fp32-cpu-vllm-baton"
 
 GPU_CLUSTER: dict[str, Any] = {
     "schema": 1,
@@ -57,9 +58,9 @@ MOE_MODEL: dict[str, Any] = {
 
 
 def local_entry() -> dict[str, Any]:
-    """The one entry of configs/local.yaml, as a fresh dict."""
+    """The default entry of configs/local.yaml, as a fresh dict."""
     entries = YAML(typ="safe").load((CONFIGS / "local.yaml").read_text())["entries"]
-    entry: dict[str, Any] = copy.deepcopy(next(iter(entries.values())))
+    entry: dict[str, Any] = copy.deepcopy(entries[DEFAULT])
     return entry
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,8 @@ from configs.document import MAX_FILE_BYTES, ConfigError, Document
 from configs.load import load_cluster, load_matrix, load_model
 from tests.configs.recipes import CONFIGS, GPU_CLUSTER, KEY, MOE_MODEL, gpu_entry, local_entry, space, write_matrix
 
-LOCAL = (CONFIGS / "local.yaml").read_text()
+# The head of the file and its first entry.
+LOCAL = "".join(re.split(r"(?m)^(?=  [a-z0-9].*:$)", (CONFIGS / "local.yaml").read_text())[:2])
 
 
 def errors_of(path: Path) -> list[str]:

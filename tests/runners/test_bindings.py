@@ -12,12 +12,12 @@ from configs.job import JobSpec, UnresolvedReference
 from configs.load import load_matrix
 from runners.bindings import BindingError, bind_local, bind_preview, free_ports, references
 from runners.expand import expand
-from tests.configs.recipes import CONFIGS
+from tests.configs.recipes import CONFIGS, DEFAULT
 
 
 @pytest.fixture
 def job() -> JobSpec:
-    return expand(load_matrix(CONFIGS / "local.yaml"), version_of=lambda _: "1")[0]
+    return expand(load_matrix(CONFIGS / "local.yaml"), only=[DEFAULT], version_of=lambda _: "1")[0]
 
 
 def bound(job: JobSpec, folder: Path, **changes: Any) -> JobSpec:
@@ -115,7 +115,7 @@ def test_a_preview_names_nodes_and_takes_ports_from_the_start_of_the_range(tmp_p
 
 
 def test_a_preview_says_when_the_range_is_too_small(tmp_path: Path) -> None:
-    (job,) = expand(load_matrix(CONFIGS / "local.yaml"), only=["*vllm-baton"], version_of=lambda _: "1")
+    (job,) = expand(load_matrix(CONFIGS / "local.yaml"), only=[DEFAULT], version_of=lambda _: "1")
     profile = job.cluster_profile | {"port-range": {"first": 21000, "last": 21001}}
     with pytest.raises(BindingError, match="21000-21001 is too small for 4 ports"):
         bind_preview(

@@ -17,7 +17,7 @@ from configs.job import AgentXPoint, JobSpec, fingerprint_of
 from configs.load import load_matrix
 from configs.traces import TraceError, corpus_for
 from runners.expand import ABSENT, ExpandError, expand, installed_version, job_id
-from tests.configs.recipes import CONFIGS, KEY, agentic_entry, gpu_entry, local_entry, space, write_matrix
+from tests.configs.recipes import CONFIGS, DEFAULT, KEY, agentic_entry, gpu_entry, local_entry, space, write_matrix
 
 MTP3 = {"spec-decoding": "mtp", "draft-depth": 3}
 SIMULATED = {"acceptance": "simulated", "thinking": "thinking-on"}
@@ -32,7 +32,7 @@ def jobs_of(folder: Path, *entries: dict[str, Any]) -> tuple[JobSpec, ...]:
 
 
 def test_the_default_is_one_job_with_its_concurrencies_then_its_eval() -> None:
-    (job,) = expand(load_matrix(CONFIGS / "local.yaml"), version_of=version_of)
+    (job,) = expand(load_matrix(CONFIGS / "local.yaml"), only=[DEFAULT], version_of=version_of)
     assert [point.id for point in job.points] == ["isl256-osl32-conc1", "isl256-osl32-conc4", "gsm8k-generated"]
     assert [process.name for process in job.processes] == ["decode-0", "prefill-0", "router-0"]
     assert (job.num_prefill_gpu, job.num_decode_gpu, job.num_gpus, job.num_nodes) == (1, 1, 2, 1)

@@ -14,13 +14,13 @@ from configs.load import load_matrix
 from runners.bindings import bind_local
 from runners.expand import expand
 from runners.plan import command, expected_results, folders, render, to_json
-from tests.configs.recipes import CONFIGS
+from tests.configs.recipes import CONFIGS, DEFAULT
 
 
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> JobSpec:
     monkeypatch.chdir(CONFIGS.parent)
-    (job,) = expand(load_matrix("configs/local.yaml"), version_of=lambda name: f"<{name}>")
+    (job,) = expand(load_matrix("configs/local.yaml"), only=[DEFAULT], version_of=lambda name: f"<{name}>")
     return job
 
 

@@ -98,14 +98,6 @@ def experts(**env: str) -> JobSpec:
     return specs.job("next", "glm5-next-fp8", specs.B200, [server], **fields)
 
 
-def versioned(version: str) -> JobSpec:
-    return replace_process(tilert_rocm(), "decode-0", version=version)
-
-
-def pinned(version: str) -> JobSpec:
-    return replace_process(tilert_rocm(), "prefill-0", version=version)
-
-
 def tcp(spec: JobSpec) -> JobSpec:
     return handoff(spec, protocol="tcp")
 
@@ -241,13 +233,6 @@ FAULTS: dict[str, tuple[Callable[[], JobSpec], Callable[[], JobSpec]]] = {
         lambda: prepared(tilert_rocm(), "decode-0", "python3 -m pip install xxhash==4.1.0"),
         lambda: prepared(tilert_rocm(), "decode-0", "cd /opt && git apply fix.diff"),
     ),
-    # versions
-    "not-in-this-version": (tilert_rocm, bundled),
-    "flag-unknown": (
-        lambda: versioned("0.1.6.post3"),
-        lambda: with_argv(versioned("0.1.6.post3"), "decode-0", "--control-port", "5556"),
-    ),
-    "flags-unrecorded": (lambda: versioned("0.1.6.post3"), lambda: versioned("0.1.7")),
     # versions
     "flag-unknown": (
         lambda: pinned("0.24.0"),

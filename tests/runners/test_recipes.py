@@ -234,7 +234,7 @@ def mutilated(draw: st.DrawFn) -> dict[str, Any]:
 outcomes = {"planned": 0, "refused": 0, "cannot": 0}
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(mutilated())
 def plan_anything(entry: dict[str, Any]) -> None:
     with tempfile.TemporaryDirectory() as folder:
