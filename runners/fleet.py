@@ -51,6 +51,7 @@ class Member:
         self.outcome: Outcome | None = None
         self.ours = False  # submitted or taken up by this fleet, and not yet ended
         self.given_up: JobCode | None = None
+        self.failed: Outcome | None = None
         self.excluded: tuple[str, ...] = ()
         self.seen_s = time.monotonic()
 
@@ -132,7 +133,10 @@ class Fleet:
             keep_earlier(member.spec.job_dir())
             member.submission = self._submit(member.spec, attempt=attempt, exclude=member.excluded)
         except SubmitError as error:
-            self._end(member, self._from_outside(member, JobCode.SUBMISSION_FAILED, str(error)))
+            refused = self._from_outside(member, JobCode.SUBMISSION_FAILED, str(error))
+            if member.failed is not None:  # the first cause counts, not that there was no second chance
+                refused = replace(member.failed, message=f"{member.failed.message}; no further try: {error}")
+            self._end(member, refused)
             return
         member.ours, member.state, member.seen_s = True, None, time.monotonic()
         again = f", attempt {attempt}" if attempt > 1 else ""
@@ -157,7 +161,7 @@ class Fleet:
                 continue
             self._show_change(member, state)
             member.state, member.seen_s = state, time.monotonic()
-            if state.ended:
+            if state.ended or (state.state == "COMPLETING" and self._has_the_last_word(member)):
                 self._settle(member, state)
             elif state.pending:
                 self._check_deadline(member, state)
@@ -165,6 +169,11 @@ class Fleet:
     def _own_outcome(self, member: Member) -> Outcome | None:
         """outcome.json of this attempt: that of an earlier one was moved away before this one was submitted."""
         return Outcome.read(member.spec.job_dir())
+
+    def _has_the_last_word(self, member: Member) -> bool:
+        """Whether Slurm's verdict would change nothing: a job with a dead node is COMPLETING until it is missed."""
+        outcome = self._own_outcome(member)
+        return outcome is not None and outcome.code not in ECHOES
 
     def _check_deadline(self, member: Member, state: slurm.SlurmState) -> None:
         minutes = self._site["pending-deadline-min"]
@@ -185,6 +194,7 @@ class Fleet:
             if outcome.host:
                 member.excluded = (*member.excluded, outcome.host)
             outcome.write(member.spec.job_dir())
+            member.failed = outcome
             self._note(f"{member.name}: {outcome.code}: {outcome.message}; trying again")
             member.ours = False
             return

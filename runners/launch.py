@@ -35,6 +35,8 @@ INHERITED = frozenset(
 INHERITED_PREFIXES = ("SLURM_",)
 START_TIMEOUT_S = 30.0
 STEP_LINES = 8
+BEAT_S = 1.0
+SILENCE_S = 15.0  # Slurm itself takes minutes to miss a node (SlurmdTimeout)
 STEP_NOISE = re.compile(r"lacks support for cpu binding|_step_signal: Terminating|can not load PMIx")
 # The tree is killed KILL_DEADLINE_S after the grace at the latest; past that the warden itself is at fault.
 STOP_MARGIN_S = warden.LEFTOVER_GRACE_S + warden.KILL_DEADLINE_S + 5.0
@@ -42,13 +44,17 @@ STOP_MARGIN_S = warden.LEFTOVER_GRACE_S + warden.KILL_DEADLINE_S + 5.0
 
 @dataclass(frozen=True)
 class Exit:
-    """The end of a process. ``returncode`` is negative for a signal and None when its warden died first."""
+    """The end of a process. ``returncode`` is negative for a signal and None when its warden died first; ``silent``
+    when nothing is heard from its node any more."""
 
     returncode: int | None
     at_s: float
+    silent: bool = False
 
     def describe(self) -> str:
         """``exited with status 3`` or ``was killed by SIGKILL``."""
+        if self.silent:
+            return f"has not been heard of for {SILENCE_S:g} s"
         if self.returncode is None:
             return "was lost together with its warden"
         if self.returncode < 0:
@@ -67,14 +73,22 @@ def signal_name(number: int) -> str:
 class Running:
     """A started process. `exited` resolves the moment it ends, `gone` when its whole tree has."""
 
-    def __init__(self, name: str, pid: int, log: Path, grace_s: float, keeper: asyncio.subprocess.Process) -> None:
+    def __init__(
+        self,
+        name: str,
+        pid: int,
+        log: Path,
+        grace_s: float,
+        keeper: asyncio.subprocess.Process,
+        errors: Path | None = None,
+    ) -> None:
         self.name = name
         self.pid = pid
         self.log = log
         self.left: list[int] = []
         self._grace_s = grace_s
         self._keeper = keeper
-        self.errors: Path | None = None
+        self.errors = errors  # where srun and slurmstepd write, for a process on another node
         self.exited: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
         self.gone = asyncio.create_task(self._follow(), name=f"warden of {name}")
 
@@ -85,9 +99,18 @@ class Running:
 
     async def _follow(self) -> None:
         assert self._keeper.stdout is not None
-        async for line in self._keeper.stdout:
-            with contextlib.suppress(ValueError):  # a step's own chatter
-                self._take(json.loads(line))
+        try:
+            while True:
+                async with asyncio.timeout(SILENCE_S if self.errors else None):
+                    line = await self._keeper.stdout.readline()
+                if not line:
+                    break
+                with contextlib.suppress(ValueError):  # a step's own chatter
+                    self._take(json.loads(line))
+        except TimeoutError:
+            if not self.exited.done():
+                self.exited.set_result(Exit(None, time.time() - SILENCE_S, silent=True))
+            self._keeper.kill()
         await self._keeper.wait()
         if not self.exited.done():
             self.exited.set_result(Exit(None, time.time()))
@@ -150,6 +173,7 @@ async def start(
         keeper = await asyncio.create_subprocess_exec(
             *(*step, python, "-I", "-S", warden.__file__),
             *("--log", str(log), "--cwd", str(cwd), "--grace-s", str(grace_s)),
+            *(("--beat-s", str(BEAT_S)) if step else ()),
             *(("--after", json.dumps(list(after))) if after else ()),
             *("--", *argv),
             stdin=asyncio.subprocess.PIPE,
@@ -172,9 +196,7 @@ async def start(
         said = step_words(errors)
         message = f"{name}: cannot start {record['error']}" + (f": {said}" if said else "")
         raise JobFailure(JobCode.START_FAILED, message, process=name, log=log)
-    running = Running(name, int(record["started"]), log, grace_s, keeper)
-    running.errors = errors
-    return running
+    return Running(name, int(record["started"]), log, grace_s, keeper, errors)
 
 
 def step_words(errors: Path | None) -> str:

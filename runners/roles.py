@@ -106,7 +106,7 @@ class Roles:
         slurm_says = launch.step_words(role.errors)
         starved = OUT_OF_MEMORY.search(slurm_says) is not None
         return JobFailure(
-            JobCode.OUT_OF_MEMORY if starved else JobCode.ROLE_DIED,
+            JobCode.NODE_FAILED if ended.silent else JobCode.OUT_OF_MEMORY if starved else JobCode.ROLE_DIED,
             f"{role.name} {ended.describe()} while it was needed" + (f"; Slurm: {slurm_says}" if slurm_says else ""),
             process=role.name,
             exit_code=ended.returncode,

@@ -12,7 +12,7 @@ Every role and every measurement runs under a warden of its own, a small process
 
 Reports, one JSON object a line on stdout: ``{"started": pid}`` or ``{"error": text}``; ``{"exited": returncode,
 "at_s": seconds since the epoch}`` as soon as the process ends (nodes share no other clock); ``{"gone": true, "killed":
-[command lines], "left": [pids]}`` when its tree has.
+[command lines], "left": [pids]}`` when its tree has; with --beat-s, ``{"alive": true}`` in between.
 
 Run as a file, not as a module: ``python -I -S warden.py --log FILE --cwd DIR --grace-s N -- ARGV...``; the environment
 it gets is the one it hands on. On another node it runs under ``srun``, which carries orders and reports.
@@ -38,7 +38,7 @@ PR_SET_CHILD_SUBREAPER = 36
 LEFTOVER_GRACE_S = 2.0  # what a child that its own parent left behind gets between TERM and KILL
 KILL_DEADLINE_S = 10.0  # past this a killed process sits in the kernel and cannot be helped
 POLL_S = 0.05
-AFTER_TIMEOUT_S = 20.0
+AFTER_TIMEOUT_S = 10.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -103,9 +103,12 @@ def send(pid: int, number: int) -> None:
 class Warden:
     """One process and its tree; `run` returns when all of it is gone."""
 
-    def __init__(self, argv: list[str], log: str, cwd: str, grace_s: float, after: list[str] | None = None) -> None:
+    def __init__(
+        self, argv: list[str], log: str, cwd: str, grace_s: float, after: list[str] | None = None, beat_s: float = 0.0
+    ) -> None:
         self.argv, self.log, self.cwd, self.grace_s = argv, log, cwd, grace_s
         self.after = after or []
+        self.beat_s, self.beaten_s = beat_s, time.monotonic()
         self.main = 0
         self.exited = False
         self.told: str | None = None  # stop or kill, once anybody has said so
@@ -166,6 +169,8 @@ class Warden:
 
     def listen(self, timeout_s: float | None = None) -> None:
         """Waits for an order or the end of a child, and takes note of it."""
+        if self.beat_s:
+            timeout_s = min(self.beat_s, timeout_s or self.beat_s)
         for descriptor, _ in self.poller.poll(None if timeout_s is None else timeout_s * 1000):
             if descriptor == self.wakeup:
                 drain(self.wakeup)
@@ -174,6 +179,9 @@ class Warden:
             else:
                 self.tell("stop")
                 self.poller.unregister(0)
+        if self.beat_s and time.monotonic() - self.beaten_s >= self.beat_s:
+            self.beaten_s = time.monotonic()
+            report(alive=True)
         self.reap()
 
     def reap(self) -> None:
@@ -247,10 +255,11 @@ def main() -> int:
     parser.add_argument("--log", required=True)
     parser.add_argument("--cwd", required=True)
     parser.add_argument("--grace-s", type=float, default=5.0)
+    parser.add_argument("--beat-s", type=float, default=0.0, help="report that often; a node that dies falls silent")
     parser.add_argument("--after", type=json.loads, default=[], help="JSON list: a command to run when all is gone")
     parser.add_argument("argv", nargs="+")
     options = parser.parse_args()
-    return Warden(options.argv, options.log, options.cwd, options.grace_s, options.after).run()
+    return Warden(options.argv, options.log, options.cwd, options.grace_s, options.after, options.beat_s).run()
 
 
 if __name__ == "__main__":

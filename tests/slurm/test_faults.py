@@ -113,6 +113,22 @@ def test_node_death_names_the_node_and_what_ran_there(shared: Path, slurm: MiniS
     until(lambda: jobs.processes_of(shared) == [], 10)
 
 
+def test_node_that_falls_silent_is_found_before_slurm_misses_it(shared: Path, slurm: MiniSlurm) -> None:
+    _, job, watch = hanging(shared, site={"retries": 1})
+    slurm.kill_node("b200-2")
+    began = time.monotonic()
+    try:
+        outcome = watch.run()[0]
+        assert time.monotonic() - began < 28, "SlurmdTimeout and its polls take longer"
+    finally:
+        slurm.revive_node("b200-2")
+    assert outcome is not None
+    assert (outcome.code, outcome.host, outcome.process) == (JobCode.NODE_FAILED, "b200-2", "prefill-0")
+    assert "no further try" in outcome.message, "one node of the partition is left, the job needs two"
+    assert names(outcome)["ok"] == "produced"
+    released(job, 60)
+
+
 def test_node_death_is_tried_again_without_that_node_and_measures_nothing_twice(shared: Path, slurm: MiniSlurm) -> None:
     spec = slurm_job(shared, points=("ok", "once"), nodes=1, point_s=600, site={"retries": 1})
     watch = Watch(spec)
