@@ -98,6 +98,10 @@ def experts(**env: str) -> JobSpec:
     return specs.job("next", "glm5-next-fp8", specs.B200, [server], **fields)
 
 
+def pinned(version: str) -> JobSpec:
+    return replace_process(tilert_rocm(), "prefill-0", version=version)
+
+
 def tcp(spec: JobSpec) -> JobSpec:
     return handoff(spec, protocol="tcp")
 
