@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import re
+import shlex
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,12 +19,14 @@ from ruamel.yaml import YAML
 from configs.document import ConfigError
 from configs.job import AgentXPoint, GsmEvalPoint, JobSpec, ProcessSpec
 from configs.load import load_matrix
+from runners.bindings import bind_preview
 from runners.expand import ExpandError, expand
-from runners.plan import mounts, render, to_json
+from runners.plan import command, mounts, render, to_json
 from tests.configs.recipes import CONFIGS
 from tests.runners.golden_plans import GOLDEN, MATRICES, golden_plans
 
 SHIPPED = ("nvidia", "amd")
+REFERENCE = re.compile(r"@(run|model|models|converted|shared|repo|python|host|port)[:@]")
 
 
 @pytest.fixture(scope="module")
@@ -73,6 +77,21 @@ def test_a_container_sees_its_run_weights_and_site(jobs: dict[str, list[JobSpec]
     assert decode["@run@"] is False and decode["@model@"] is True and decode["@converted@"] is False
     assert decode["/it-share/data"] is True and decode["/dev/infiniband"] is False
     assert "@converted@" not in {mount["target"] for mount in mounts(job, job.process("prefill-0"))}
+
+
+def test_commands_can_be_pasted_whatever_the_folder_is_called(jobs: dict[str, list[JobSpec]], tmp_path: Path) -> None:
+    for job in (job for found in jobs.values() for job in found):
+        run_dir, model_dir = tmp_path / "it's a run $HOME", tmp_path / "models of `mine`"
+        names = {"run_id": "run", "job_id": "job", "created_at": "2026-01-01T00:00:00Z"}
+        spec = bind_preview(job, run_dir=run_dir, model_dir=model_dir, **names)
+        for process in spec.processes:
+            words = shlex.split(command(spec, process).removeprefix("(").removesuffix(")"))
+            at = words.index("exec")
+            assert words[:3] == ["cd", spec.resolve("@run@"), "&&"]
+            assert words[at + 1 :] == [spec.resolve(word) for word in process.argv]
+            variables = dict(word.split("=", 1) for word in words[3:at])
+            assert variables.items() >= {name: spec.resolve(value) for name, value in process.env.items()}.items()
+            assert not any(REFERENCE.search(word) for word in words)
 
 
 # What the sources say
