@@ -84,7 +84,7 @@ def test_the_engine_window_and_the_decode_weights() -> None:
     assert gib(held + term(decode, "engine window").bytes + term(decode, "scratch").bytes) == pytest.approx(
         184.17, rel=PUBLISHED
     ), "what was resident when decode ran out of memory"
-    assert gib(tilert_rank_bytes(shape(), 1, 8, mtp=True) + MILLION * 256) == pytest.approx(91.07, rel=PUBLISHED)
+    assert gib(tilert_rank_bytes(shape(), 1, 8, mtp=True) + MILLION * 256) == pytest.approx(91.07, abs=0.005)
     others = table(plan_memory(original_design()), "decode-0", "ranks 1-7")
     assert gib(term(others, "engine window").bytes) == pytest.approx(88.875, rel=PUBLISHED)
 
@@ -112,8 +112,10 @@ def test_the_prefill_figures_vllm_printed() -> None:
     assert gib(prefill.resident_bytes) == pytest.approx(321.51, rel=PUBLISHED)
 
 
-def test_the_budget_of_the_fix() -> None:
-    assert gib(table(plan_memory(tilert_rocm()), "prefill-0").taken_bytes) == pytest.approx(244.8, rel=PUBLISHED)
+def test_the_engine_takes_its_share_whatever_it_needs_and_staging_comes_on_top() -> None:
+    prefill = table(plan_memory(tilert_rocm()), "prefill-0")
+    assert gib(prefill.taken_bytes) == pytest.approx(244.8, rel=PUBLISHED)
+    assert gib(prefill.resident_bytes) == pytest.approx(244.78 + 12.54, rel=PUBLISHED)
 
 
 def test_the_largest_context_vllm_would_have_taken() -> None:
