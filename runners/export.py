@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from configs.job import JobSpec, ProcessSpec
@@ -17,6 +17,7 @@ from runners.bindings import bind_folders, ports_per_node
 from runners.containers import wrap
 from runners.expand import job_id
 from runners.plan import folders, mask
+from runners.prepare import guarded, needed
 from runners.roles import START_ORDER
 from runners.submit import SubmitError, directive, sbatch_directives
 from runners.weights import model_dir, staging_command
@@ -112,8 +113,15 @@ def _lines(spec: JobSpec) -> Iterator[str]:
         yield "# --- weights"
         yield staging
         yield ""
+    ordered = sorted(spec.processes, key=lambda process: START_ORDER.index(process.role))
+    if needed(ordered):
+        yield "# --- what roles need on their nodes: made once, found there the next time"
+        yield f"mkdir -p {shlex.quote(spec.resolve('@converted@'))}"
+        for process in ordered:
+            yield from _preparation(spec, process)
+        yield ""
     yield "# --- roles, decode first and the router last"
-    for process in sorted(spec.processes, key=lambda process: START_ORDER.index(process.role)):
+    for process in ordered:
         yield from _role(spec, process)
     yield ""
     yield "# --- all of them answer, and none has died, before anything is measured"
@@ -180,12 +188,23 @@ def _ports(spec: JobSpec) -> Iterator[str]:
 
 
 def _role(spec: JobSpec, process: ProcessSpec) -> Iterator[str]:
+    yield _on_node(spec, process, [spec.resolve(part) for part in process.argv])
+    yield f'  >"$JOB/logs/{process.name}.log" 2>&1 </dev/null & PIDS[{process.name}]=$!'
+
+
+def _preparation(spec: JobSpec, process: ProcessSpec) -> Iterator[str]:
+    for step in process.prepare:
+        yield _on_node(spec, process, guarded(spec, step))
+        yield f'  >"$JOB/logs/{process.name}.{step.name}.log" 2>&1 </dev/null'
+
+
+def _on_node(spec: JobSpec, process: ProcessSpec, argv: Sequence[str]) -> str:
+    """A command in the process's image, with its variables, on its node; a redirection follows."""
     env = {**(spec.cluster_profile.get("env") or {}), **mask(spec, process)}
     env |= {key: spec.resolve(value) for key, value in process.env.items()}
-    wrapped = wrap(spec, process, [spec.resolve(part) for part in process.argv], env, label="JOBID")
+    wrapped = wrap(spec, process, argv, env, label="JOBID")
     words = " \\\n  ".join(_flag_lines([_word(spec, part) for part in (*wrapped.srun, *wrapped.argv)]))
-    yield f'on_node {process.node} --job-name={process.name} --chdir="$JOB" \\\n  {words} \\'
-    yield f'  >"$JOB/logs/{process.name}.log" 2>&1 </dev/null & PIDS[{process.name}]=$!'
+    return f'on_node {process.node} --job-name={process.name} --chdir="$JOB" \\\n  {words} \\'
 
 
 def _flag_lines(words: list[str]) -> list[str]:

@@ -10,9 +10,13 @@ from pathlib import Path
 import pytest
 
 from configs.job import JobSpec, PrepareStep
+from configs.load import load_matrix
+from runners import export
 from runners.events import EventLog
+from runners.expand import expand
 from runners.outcome import JobCode, JobFailure
 from runners.prepare import guarded, needed, prepare
+from tests.configs.recipes import CONFIGS
 from tests.runners import jobs
 from tests.runners.jobs import make_job, run_job
 
@@ -109,3 +113,15 @@ def test_a_job_whose_preparation_fails_starts_nothing(tmp_path: Path) -> None:
     outcome = run_job(spec)
     assert (outcome.outcome, outcome.code, outcome.process) == ("failed", JobCode.STAGING_FAILED, "router-0")
     assert not [event for event in jobs.events_of(spec) if event["event"] == "launch"]
+
+
+def test_an_exported_script_prepares_before_it_starts(tmp_path: Path) -> None:
+    (job, _) = expand(load_matrix(CONFIGS / "amd.yaml"), only=["*vllm-tilert"], version_of=lambda _: "1")
+    text = export.script(job, tmp_path)
+    subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=30)
+    commands = text.rpartition("\nSPEC\n")[2]
+    converter, server = (
+        commands.index(name) for name in ("glm_5_2_rocm.weight_converter", "tilert.pd_vllm.decode_server")
+    )
+    assert commands.index("-m venv --system-site-packages") < converter < server
+    assert "export-JOBID" not in commands and "%HOST" not in commands
