@@ -11,13 +11,16 @@ from typing import Any
 
 import pytest
 
-from configs.load import load_model
+from configs.load import load_matrix, load_model
 from configs.model import Model
+from runners.expand import expand
 from runners.memory import MemoryPlan, MemoryUnknown, Table, Term, host_bytes, plan_memory
 from runners.memory import cache as kv
 from runners.memory.shape import Shape, shape_of
 from runners.memory.tables import GIB
 from runners.memory.weights import checkpoint_bytes, rank_bytes, tilert_rank_bytes
+from tests.configs.recipes import write_matrix
+from tests.configs.test_check_pairs import recipe
 from tests.runners import specs
 from tests.runners.specs import MILLION, agentx, original_design, point, tilert_rocm, with_argv
 
@@ -280,3 +283,27 @@ def test_a_plan_is_quick_and_needs_no_torch() -> None:
     assert (time.process_time() - start) / 20 < 0.05
     code = "import runners.memory, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2]).returncode == 0
+
+
+def shipped(folder: Path, **versions: str) -> MemoryPlan:
+    """The shipped recipe of GLM-5.3 on MI355X; with ``versions``, as it was first tried."""
+    entry = recipe("glm5.3-fp8-mi355x-vllm-tilert")
+    if versions:
+        entry["roles"]["prefill"]["args"]["gpu-memory-utilization"] = 0.75
+        entry["roles"]["decode"]["args"] = {"senders": 1}
+        for role in ("decode", "router"):
+            entry["roles"][role]["version"] = versions["tilert"]
+    return plan_memory(expand(load_matrix(write_matrix(folder, entry)))[0])
+
+
+def test_the_shipped_recipe_fits_and_its_first_design_did_not(tmp_path: Path) -> None:
+    fixed = shipped(tmp_path)
+    assert fixed.fits and fixed.context == MILLION and codes(fixed) == {"memory-conversion-peak": "warning"}
+    assert gib(sum(t.bytes for t in table(fixed, "node 0").resident if t.kind == "handoff")) == pytest.approx(
+        99.06, rel=PUBLISHED
+    )
+    first = shipped(tmp_path, tilert="0.1.6")
+    said = {finding.code: finding.message for finding in first.findings()}
+    assert "hand-off receive buffer, 99.06 GiB" in said["memory-over"]
+    assert "91.71 GiB are needed" in said["memory-kv-budget"] and "85.22 GiB are available" in said["memory-kv-budget"]
+    assert "19.75 GiB" in said["memory-conversion-peak"]
