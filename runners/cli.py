@@ -90,6 +90,7 @@ def plan(
 def preflight(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="Matrix file.")] = None,
     only: Only = None,
+    cluster: ClusterName = None,
     output_dir: OutputDir = Path("results"),
     phase: Annotated[
         list[str] | None, typer.Option("--phase", metavar="PHASE", help="static or login; default: both; repeatable.")
@@ -106,7 +107,7 @@ def preflight(
     if config is None:
         raise typer.BadParameter("is required unless --list is given", param_hint="--config")
     phases = command.phases_of(phase or ("static", "login"))
-    return command.check(config, only or (), output_dir, phases, json_records=json_records)
+    return command.check(config, only or (), output_dir, phases, cluster=cluster, json_records=json_records)
 
 
 @app.command()

@@ -44,10 +44,16 @@ def phases_of(names: Sequence[str]) -> tuple[Phase, ...]:
 
 
 def check(
-    config: Path, only: Sequence[str], output_dir: Path, phases: Sequence[Phase], *, json_records: bool = False
+    config: Path,
+    only: Sequence[str],
+    output_dir: Path,
+    phases: Sequence[Phase],
+    *,
+    cluster: str | None = None,
+    json_records: bool = False,
 ) -> int:
     """Prints the findings. 0 without errors; 64 when the recipe has to change; 75 when the machine has to."""
-    findings = collect(config, only, output_dir, phases)
+    findings = collect(config, only, output_dir, phases, cluster)
     for finding in findings:
         print(dumps(asdict(finding)) if json_records else finding)
     if not findings:
@@ -58,10 +64,12 @@ def check(
     return EXIT_INFRASTRUCTURE if found else EXIT_OK
 
 
-def collect(config: Path, only: Sequence[str], output_dir: Path, phases: Sequence[Phase]) -> list[Finding]:
-    """Findings of a matrix; one that cannot be loaded or expanded has those alone."""
+def collect(
+    config: Path, only: Sequence[str], output_dir: Path, phases: Sequence[Phase], cluster: str | None = None
+) -> list[Finding]:
+    """Findings of a matrix, or of the same on another site; one that cannot be loaded or expanded has those alone."""
     try:
-        specs = expand(load_matrix(config), only)
+        specs = expand(load_matrix(config, cluster), only)
     except ConfigError as refused:
         return findings_of(refused)
     except ExpandError as refused:

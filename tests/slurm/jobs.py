@@ -26,7 +26,7 @@ NODE_OF = {"decode-0": 0, "router-0": 0, "prefill-0": 1}
 def profile(**changes: Any) -> dict[str, Any]:
     """mini-slurm's profile with some of its slurm fields changed."""
     cluster = load_cluster(CONFIGS_DIR / "clusters" / "mini-slurm.yaml").model_dump(mode="json", by_alias=True)
-    cluster["slurm"] |= {"memory-gib": 1.0, "retries": 0} | changes
+    cluster["slurm"] |= {"memory-gib": 1.0, "retries": 0, "max-jobs": 8} | changes
     return cluster
 
 
