@@ -168,7 +168,17 @@ class HubWeights(Strict):
     converted_dtype: TensorDtype | None = Field(default=None, description="dtype to convert to; null keeps it.")
 
 
-Weights = Annotated[PypiWheelWeights | PathWeights | HubWeights, Field(discriminator="source")]
+class GeneratedWeights(Strict):
+    """Random weights of a tiny model of the architecture's family, made on the node (serve.weights.tiny)."""
+
+    source: Literal["generated"] = Field(description="Made when the job is staged; the same seed, the same bytes.")
+    seed: int = Field(default=0, ge=0, description="Seed of the random weights.")
+    sha256: None = Field(default=None, description="Always null.")
+    format: Literal["generated"] = Field(default="generated", description="Always generated.")
+    converted_dtype: Literal["float32"] = Field(default="float32", description="dtype they are stored in.")
+
+
+Weights = Annotated[PypiWheelWeights | PathWeights | HubWeights | GeneratedWeights, Field(discriminator="source")]
 
 
 class EvalThresholds(Strict):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.job import JobSpec
-from configs.model import Architecture, Model, PathWeights, PypiWheelWeights
+from configs.model import Architecture, GeneratedWeights, HubWeights, Model, PathWeights, PypiWheelWeights
 from runners import launch
 from runners.bindings import REPO
 from runners.outcome import JobCode, JobFailure, log_tail
@@ -50,7 +50,9 @@ async def stage(spec: JobSpec) -> Path:
     if model.weights.format == "gguf":
         source = gguf_file(model)
         await asyncio.to_thread(check_sha256, source, model)
-        await _convert(spec, model, source, target)
+        await _make(spec, convert_command(model, source, target), f"converting {source} to {target}")
+    elif isinstance(model.weights, GeneratedWeights):
+        await _make(spec, generate_command(model, target), f"generating {target}")
     await asyncio.to_thread(check_manifest, target, model.architecture)
     return target
 
@@ -73,15 +75,28 @@ def convert_command(model: Model, source: Path, target: Path, python: str = sys.
     ]
 
 
+def generate_command(model: Model, target: Path, python: str = sys.executable) -> list[str]:
+    """The command line that makes ``target`` from nothing but the model's family and seed."""
+    assert isinstance(model.weights, GeneratedWeights)
+    return [
+        *(python, "-m", "serve.weights.tiny", "--model", model.architecture.family, "--out", str(target)),
+        *("--seed", str(model.weights.seed)),
+    ]
+
+
 def staging_command(spec: JobSpec) -> str | None:
     """A line for a POSIX shell that makes ``@model@`` as `stage` would; None when there is nothing to make.
 
     Raises WeightsError when the source is not there.
     """
     model = Model.model_validate(spec.model_profile)
-    if model.weights.format != "gguf":
+    target, python = Path(spec.resolve("@model@")), spec.resolve("@python@")
+    if model.weights.format == "gguf":
+        command = convert_command(model, gguf_file(model), target, python)
+    elif isinstance(model.weights, GeneratedWeights):
+        command = generate_command(model, target, python)
+    else:
         return None
-    command = convert_command(model, gguf_file(model), Path(spec.resolve("@model@")), spec.resolve("@python@"))
     return f"(cd {shlex.quote(spec.resolve('@repo@'))} && HF_HUB_OFFLINE=1 exec {shlex.join(command)})"
 
 
@@ -93,6 +108,7 @@ def gguf_file(model: Model) -> Path:
     elif isinstance(weights, PathWeights):
         path = Path(weights.path) / weights.file if weights.file else Path(weights.path)
     else:
+        assert isinstance(weights, HubWeights)
         raise WeightsError(
             f"model {model.name}: weights from the hub are not staged here; download revision {weights.revision} of "
             f"{weights.repository} and use source: path"
@@ -129,11 +145,11 @@ def wheel_file(weights: PypiWheelWeights) -> Path:
     return Path(str(distribution.locate_file(weights.file)))
 
 
-async def _convert(spec: JobSpec, model: Model, source: Path, target: Path) -> None:
+async def _make(spec: JobSpec, command: list[str], what: str) -> None:
     log = spec.job_dir() / "logs" / "weights.log"
     converter = await launch.start(
         "weights",
-        convert_command(model, source, target),
+        command,
         env=launch.clean_environment({"PYTHONPATH": spec.resolve("@repo@"), "HF_HUB_OFFLINE": "1"}),
         cwd=spec.job_dir(),
         log=log,
@@ -143,12 +159,10 @@ async def _convert(spec: JobSpec, model: Model, source: Path, target: Path) -> N
     finally:
         await converter.stop()
     if not done:
-        raise WeightsError(f"converting {source} to {target} took longer than {TIMEOUT_S:g} s", log=log)
+        raise WeightsError(f"{what} took longer than {TIMEOUT_S:g} s", log=log)
     if converter.exited.result().returncode != 0:
         last = (log_tail(log, 1) or ("it said nothing",))[0]
-        raise WeightsError(
-            f"converting {source} to {target}: the converter {converter.exited.result().describe()}: {last}", log=log
-        )
+        raise WeightsError(f"{what}: the converter {converter.exited.result().describe()}: {last}", log=log)
 
 
 def check_manifest(folder: Path, architecture: Architecture | None = None) -> None:

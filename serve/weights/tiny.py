@@ -2,7 +2,8 @@
 
     python -m serve.weights.tiny --model glm_moe_dsa --out DIR --seed 0
 
-The same model, seed and version of this file give the same bytes. The tokenizer has one token a byte.
+The same model, seed and version of this file give the same bytes. The tokenizer has one token a byte, and 120 made-up
+words that are one token after a space, which synthetic prompts are written with.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ from serve.handoff.layout import indexer_layers
 from serve.weights.atomic_dir import StagingError, build_directory
 from serve.weights.index import SINGLE_FILE
 
-VERSION = 1
-END_TOKEN_ID = 256
-VOCABULARY = 264
+VERSION = 2
+ONSETS, VOWELS, CODAS = "bdklmnprst", "aeio", "nrs"
+END_TOKEN_ID = 256 + len(ONSETS) * (1 + len(VOWELS) * (1 + len(CODAS)))
+VOCABULARY = 432
 CHAT_TEMPLATE = (
     "{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
@@ -182,10 +184,16 @@ def _write_tokenizer(directory: Path) -> None:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE({symbol: index for index, symbol in enumerate(alphabet)}, []))
+    space = "\u0120"  # how byte-level tokenizers write it
+    merges = [(space, onset) for onset in ONSETS]
+    merges += [(space + onset, vowel) for onset in ONSETS for vowel in VOWELS]
+    merges += [(space + onset + vowel, coda) for onset in ONSETS for vowel in VOWELS for coda in CODAS]
+    tokens = [*alphabet, *(left + right for left, right in merges)]
+    tokenizer = Tokenizer(models.BPE({token: index for index, token in enumerate(tokens)}, merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<|endoftext|>", special=True)])
+    assert tokenizer.token_to_id("<|endoftext|>") == END_TOKEN_ID
     tokenizer.save(str(directory / "tokenizer.json"))
     _write_json(
         directory / "tokenizer_config.json",

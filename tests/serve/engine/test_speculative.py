@@ -27,6 +27,7 @@ from serve.engine.torch_engine import ChunkedPrefill, TorchEngine, create_engine
 from serve.weights.tiny import CONFIGS, write_checkpoint
 
 PROMPT = torch.randint(3, 250, (70,), generator=torch.Generator().manual_seed(4)).tolist()
+SMALL = {"vocab_size": 264, "bos_token_id": 256, "eos_token_id": 256, "pad_token_id": 256}
 SPARSE = {"index_topk": 48}
 
 
@@ -34,7 +35,7 @@ SPARSE = {"index_topk": 48}
 def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     directory = tmp_path_factory.mktemp(request.param)
     changes = SPARSE if request.param == "glm_moe_dsa" else {}
-    write_checkpoint(directory, {**CONFIGS[request.param], **changes}, seed=5)
+    write_checkpoint(directory, {**CONFIGS[request.param], **SMALL, **changes}, seed=5)
     return directory
 
 
