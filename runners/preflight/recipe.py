@@ -6,6 +6,8 @@ from configs.document import ConfigError, Problem
 from runners.finding import Finding
 from runners.preflight.registry import REGISTRY, declare
 
+DEFAULT_FIX = "change the recipe as the message says"
+
 _CODES = {
     # the file
     "file-unreadable": "the file is missing, too large or not text",
@@ -64,6 +66,51 @@ _CODES = {
     "selection-empty": "--only selects nothing: a run that starts nothing must not look like one that succeeded",
 }
 
+# What to do where the loader's own hint says nothing.
+_FIXES = {
+    "file-unreadable": "give the path of a matrix file, e.g. configs/local.yaml",
+    "not-yaml": "correct the YAML at that line; an editor with the YAML language server shows the place",
+    "wrong-type": "write a value of that type; `baton schema` writes what editors check against",
+    "out-of-range": "choose a value within the bounds",
+    "wrong-form": "write the text in the form that is given",
+    "key-form": "rename it, or the file",
+    "unknown-key": "remove the key, or correct its spelling",
+    "roles-mismatch": "add or remove the role, or change disagg",
+    "workers-mismatch": "add or remove the workers in the search space, or change disagg",
+    "transfer-mismatch": "write kv-p2p-transfer with disagg: true, and only then",
+    "transport-unsupported": "choose another kv-p2p-transfer or engine",
+    "scenario-missing": "add fixed-seq-len or agentic-coding below scenarios",
+    "concurrency-form": "write conc-list: [1, 4], or conc-start and conc-end",
+    "concurrency-repeated": "remove the second one",
+    "point-repeated": "remove one of the two",
+    "speculation-form": "write spec-decoding and draft-depth together, thinking only with acceptance: simulated",
+    "golden-mode-missing": "write spec-decoding, draft-depth and thinking: thinking-on or thinking-off",
+    "fixed-seq-simulated": "write acceptance: real",
+    "context-below-lengths": "raise max-model-len to isl + osl or more",
+    "context-above-model": "lower max-model-len to the model's context",
+    "eval-context": "lower the eval's max-tokens, or raise max-model-len",
+    "eval-data-dir": "write data: directory and data-dir together",
+    "offload-unpaired": "write kv-offloading, kv-offload-backend and dram-utilization together, or none of them",
+    "component-image": "write the release of the component",
+    "parallelism": "choose tp, ep, pp, dcp-size and pcp-size that divide what they split",
+    "gpus-over-node": "lower tp*pp*pcp-size to the GPUs of a node, or make it a multiple of them",
+    "nodes-short": "use fewer or smaller workers, or another cluster",
+    "hardware-mismatch": "leave hardware out, or name the cluster's own for both roles",
+    "image-without-runtime": "leave the image out, or set container.runtime in the cluster's file",
+    "model-status": "make status and deprecation agree",
+    "mtp-missing": "write spec-decoding: none, or use a model with MTP layers",
+    "cluster-gpu": "write gpu with any hardware but cpu",
+    "cluster-slurm": "add `slurm: {}` to the cluster's file, or write executor: local",
+    "cluster-nodes": "write nodes: 1",
+    "port-range-empty": "write first below last",
+    "kv-dtype-unpaired": "give the role the dtype of handoff.kv-dtype",
+    "kv-float16": "write handoff.kv-dtype: bfloat16",
+    "escape-seed-unpaired": "leave escape-seed out, or use engines that have escaped control tokens",
+    "pool-short": "raise handoff.pool-mib to what is needed, or lower max-model-len",
+    "engines-unpaired": "choose one of the pairings that speak one protocol",
+    "agentic-real": "write acceptance: simulated and thinking",
+}
+
 for _code, _description in _CODES.items():
     declare(_code, "error", "static", _description)
 
@@ -83,7 +130,7 @@ def finding_of_expansion(refused: Exception) -> Finding:
     text = str(refused)
     message = str(cause) if cause is not None and text.endswith(str(cause)) else text
     where = text.removesuffix(message).rstrip(": ") or "the recipe"
-    return Finding(code, "error", where, message, "change the recipe as said", "static")
+    return Finding(code, "error", where, message, DEFAULT_FIX, "static")
 
 
 def _finding(problem: Problem) -> Finding:
@@ -91,4 +138,4 @@ def _finding(problem: Problem) -> Finding:
     where = f"{problem.file}:{problem.line}" if problem.line else problem.file
     message = f"{problem.path}: {problem.message}" if problem.path else problem.message
     # The loader's problems stop everything, whatever the code is worth in a job that loads.
-    return Finding(code.code, "error", where, message, problem.hint or "change the value as said", "static")
+    return Finding(code.code, "error", where, message, problem.hint or _FIXES.get(code.code, DEFAULT_FIX), "static")

@@ -12,7 +12,7 @@ import pytest
 from configs.load import load_matrix
 from runners.expand import ExpandError, expand
 from runners.preflight import REGISTRY, finding_of_expansion
-from runners.preflight.recipe import _CODES
+from runners.preflight.recipe import _CODES, DEFAULT_FIX
 from tests.configs.recipes import gpu_entry, local_entry, space, write_matrix
 from tests.runners.recipe_faults import BASELINES, FAULTS, load
 
@@ -29,7 +29,8 @@ def test_planted_fault_is_found(tmp_path: Path, code: str) -> None:
     found = {finding.code: finding for finding in FAULTS[code](tmp_path)}
     assert code in found, list(found.values())
     finding = found[code]
-    assert finding.severity == "error" and finding.message and finding.fix
+    assert finding.severity == "error" and finding.message
+    assert finding.fix and finding.fix != DEFAULT_FIX, "what to do, in words of its own"
     assert re.search(r"\.yaml(:\d+)?$", finding.where), "file and line of the YAML"
 
 
