@@ -40,3 +40,12 @@ slurm-up: setup  ## a real four-node Slurm on this machine (root); prints the SL
 
 slurm-down: setup  ## stop it and remove every trace
 	@$(PY) -m tests.slurm.cluster down
+
+# These two run with the python of a machine that has a CUDA device: its torch, triton and transformers, not .venv.
+.PHONY: bench-gpu test-gpu
+GPU_PY ?= python3
+bench-gpu:  ## the GLM-5.2 decode and verify step on one CUDA device, beside transformers (JSON)
+	@$(GPU_PY) -m benchmarks.bench_gpu
+
+test-gpu:  ## every kernel and the captured step against plain torch, on a CUDA device
+	@$(GPU_PY) -m pytest -q -c tests/gpu/pytest.ini --rootdir . -p no:cacheprovider tests/gpu

@@ -37,7 +37,7 @@ class Indexer:
 
 @dataclass(frozen=True)
 class Attention:
-    """``down`` = query latent, KV row and indexer key of one input; ``up`` = heads' and indexer's queries."""
+    """``down`` = query latent, indexer key and KV row of one input; ``up`` = heads' and indexer's queries."""
 
     norm_E: torch.Tensor
     down: Weight
@@ -171,9 +171,8 @@ class DecodeStep:
                 last = index + 1 == self.layers_count
                 norm_E = self.norm_E if last else self.layers[index + 1].attention.norm_E
                 if layer.mixture is None:
-                    parts_PNE = keep(
-                        ops.linear_parts(keep(ops.gate_up(h_NE, layer.dense.gate, layer.dense.up)), layer.dense.down)
-                    )
+                    inner_NF = keep(ops.gate_up(h_NE, layer.dense.gate, layer.dense.up))
+                    parts_PNE = keep(ops.linear_parts(inner_NF, layer.dense.down, _parts(inner_NF)))
                     x_NE, h_NE = keep(ops.add_norm(x_NE, norm_E, self.eps, parts_PNE))
                 else:
                     parts_PNE, routed_NSE, share_NS, chosen[index] = self._mix(layer.dense, layer.mixture, h_NE, keep)
@@ -231,7 +230,7 @@ class DecodeStep:
                 self.plain,
             )
         )
-        return keep(ops.linear_parts(mixed_NO, weights.out)), selected_NK
+        return keep(ops.linear_parts(mixed_NO, weights.out, _parts(mixed_NO))), selected_NK
 
     def _mix(
         self, shared: FeedForward, mixture: Mixture, h_NE: torch.Tensor, keep: Callable[[Any], Any]
@@ -249,6 +248,14 @@ class DecodeStep:
         routed_NSE = keep(ops.routed_down(inner_NSF, mixture.down_XEF, chosen_NS))
         streams.join()
         return parts_PNE, routed_NSE, share_NS, chosen_NS
+
+
+def _parts(x_NI: torch.Tensor) -> int:
+    """Into how many parts to cut a product with few outputs for its inputs, so that its programs fill the device."""
+    tokens, inputs = x_NI.shape
+    if tokens == 1:
+        return 2 if inputs >= 16384 else 1
+    return max(1, min(4, inputs // 2048))
 
 
 class _Graph:
@@ -371,7 +378,7 @@ def _layer(config: Mapping[str, Any], source: _Source, index: int) -> Layer:
 def _attention(config: Mapping[str, Any], source: _Source, index: int) -> Attention:
     prefix = f"model.layers.{index}.self_attn."
     heads, latent = config["num_attention_heads"], config["kv_lora_rank"]
-    down = [source.weight(prefix + "q_a_proj"), source.weight(prefix + "kv_a_proj_with_mqa")]
+    down = [source.weight(prefix + "q_a_proj")]
     up = [source.weight(prefix + "q_b_proj")]
     indexer = None
     kind = source.tensor("model.embed_tokens.weight").dtype
@@ -381,7 +388,8 @@ def _attention(config: Mapping[str, Any], source: _Source, index: int) -> Attent
         norm = [source.tensor(f"{prefix}indexer.k_norm.{name}").to(kind) for name in ("weight", "bias")]
         share = Weight(source.tensor(prefix + "indexer.weights_proj.weight").to(kind))
         indexer = Indexer(torch.stack(norm), share)
-    # The KV row's 576 outputs do not end on a block of 128, so behind it e4m3 would not stack; it is 4 % of the layer.
+    # Last, because its 576 outputs do not end on a block of 128, and e4m3 parts can only be stacked at whole blocks.
+    down.append(source.weight(prefix + "kv_a_proj_with_mqa"))
     if down[0].scale is not None and any(weight.data.shape[0] % BLOCK for weight in down[:-1]):
         down = [Weight(weight.dense(kind)) for weight in down]
     expand = source.weight(prefix + "kv_b_proj").dense(kind)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from serve.engine.kernels.linear import PADDED_TOKENS, Tile, check_tokens, fitted_cols, scale_of
+from serve.engine.kernels.linear import PADDED_TOKENS, Tile, _product, check_tokens, fitted_cols, narrow, scale_of
 from serve.engine.kernels.weight import BLOCK, Weight
 
 
@@ -55,6 +55,7 @@ def _gate_up(
     PAIRS: tl.constexpr,
     TOKENS: tl.constexpr,
     PADDED: tl.constexpr,
+    MATRIX: tl.constexpr,
     E4M3: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -68,7 +69,7 @@ def _gate_up(
     live = tokens < TOKENS
     place = tl.zeros([PADDED], tl.int32)
     if ROUTED:
-        if TOKENS == 1:
+        if not MATRIX:
             expert = tl.load(ids + pair)
         else:
             expert, done, place, live = _expert_of(ids, pair, TOKENS, PADDED, PLACES, PAIRS)
@@ -80,7 +81,7 @@ def _gate_up(
         up_scale += expert * expert_scale_stride
     offsets = rows[:, None] * INPUTS + cols[None, :]
     scale_row = (first // 128) * ((INPUTS + 127) // 128)
-    if TOKENS == 1:
+    if not MATRIX:
         gates = tl.zeros([ROWS, COLS], tl.float32)
         ups = tl.zeros([ROWS, COLS], tl.float32)
         for col in tl.range(0, INPUTS, COLS, num_stages=STAGES):
@@ -105,14 +106,10 @@ def _gate_up(
         for col in tl.range(0, INPUTS, COLS, num_stages=STAGES):
             gate_w = tl.load(gate + offsets + col, eviction_policy="evict_first")
             up_w = tl.load(up + offsets + col, eviction_policy="evict_first")
-            values = tl.trans(tl.load(source + col, mask=live[:, None], other=0.0))
-            gate_part = tl.dot(gate_w.to(values.dtype), values)
-            up_part = tl.dot(up_w.to(values.dtype), values)
-            if E4M3:
-                gate_part *= tl.load(gate_scale + scale_row + col // 128)
-                up_part *= tl.load(up_scale + scale_row + col // 128)
-            gate_columns += gate_part
-            up_columns += up_part
+            values = tl.load(source + col, mask=live[:, None], other=0.0)
+            block = scale_row + col // 128
+            gate_columns += _product(gate_w, values, gate_scale + block, E4M3)
+            up_columns += _product(up_w, values, up_scale + block, E4M3)
         y = _silu_product(gate_columns, up_columns)
         target = out + (tokens * PLACES + place)[None, :] * INNER + rows[:, None]
         tl.store(target, y.to(out.dtype.element_ty), mask=live[None, :] & (rows < INNER)[:, None])
@@ -133,6 +130,7 @@ def _down(
     PAIRS: tl.constexpr,
     TOKENS: tl.constexpr,
     PADDED: tl.constexpr,
+    MATRIX: tl.constexpr,
     E4M3: tl.constexpr,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
@@ -143,7 +141,7 @@ def _down(
     rows = first + tl.arange(0, ROWS)
     cols = tl.arange(0, COLS)
     tokens = tl.arange(0, PADDED)
-    if TOKENS == 1:
+    if not MATRIX:
         expert = tl.load(ids + pair)
     else:
         expert, done, place, live = _expert_of(ids, pair, TOKENS, PADDED, PLACES, PAIRS)
@@ -152,7 +150,7 @@ def _down(
     down += expert.to(tl.int64) * expert_stride
     down_scale += expert * expert_scale_stride + (first // 128) * ((INNER + 127) // 128)
     offsets = rows[:, None] * INNER + cols[None, :]
-    if TOKENS == 1:
+    if not MATRIX:
         sums = tl.zeros([ROWS, COLS], tl.float32)
         for col in tl.range(0, INNER, COLS, num_stages=STAGES):
             w = tl.load(down + offsets + col, eviction_policy="evict_first")
@@ -167,27 +165,28 @@ def _down(
         source = inner + row_of[:, None] * INNER + cols[None, :]
         for col in tl.range(0, INNER, COLS, num_stages=STAGES):
             w = tl.load(down + offsets + col, eviction_policy="evict_first")
-            values = tl.trans(tl.load(source + col, mask=live[:, None], other=0.0))
-            product = tl.dot(w.to(values.dtype), values)
-            if E4M3:
-                product *= tl.load(down_scale + col // 128)
-            columns += product
+            values = tl.load(source + col, mask=live[:, None], other=0.0)
+            columns += _product(w, values, down_scale + col // 128, E4M3)
         target = out + row_of[None, :] * HIDDEN + rows[:, None]
         tl.store(target, columns, mask=live[None, :] & (rows < HIDDEN)[:, None])
 
 
-def gate_up_tile(tokens: int, e4m3: bool) -> Tile:
-    """Measured on one H200, see docs/performance.md."""
+def gate_up_tile(tokens: int, e4m3: bool, outputs: int) -> Tile:
+    """Measured on one H200, see docs/performance.md. ``outputs`` are those of all the experts of a launch."""
+    if tokens == 1 and e4m3 and outputs > 8192:
+        return Tile(64, 128, warps=4, stages=4, matrix=True)
     if tokens == 1:
-        return Tile(rows=4, cols=2048 if e4m3 else 1024, warps=4)
-    return Tile(rows=32, cols=128, warps=4, stages=4 if e4m3 else 3)
+        return Tile(8 if e4m3 else 4, 1024, warps=4)
+    if outputs <= 8192:
+        return Tile(32, 128, warps=4, stages=6)
+    return Tile(64, 128, warps=4, stages=4)
 
 
 def down_tile(tokens: int, e4m3: bool) -> Tile:
     """Measured on one H200, see docs/performance.md."""
     if tokens == 1:
-        return Tile(rows=8, cols=2048 if e4m3 else 1024, warps=4)
-    return Tile(rows=64, cols=128, warps=4, stages=4)
+        return Tile(4, 2048 if e4m3 else 1024, warps=4)
+    return Tile(64, 128, warps=4, stages=8 if e4m3 else 4)
 
 
 def _fit(tile: Tile, rows: int, inputs: int, tokens: int, e4m3: bool) -> tuple[int, int]:
@@ -195,7 +194,7 @@ def _fit(tile: Tile, rows: int, inputs: int, tokens: int, e4m3: bool) -> tuple[i
     while rows % fitted:
         fitted //= 2
     cols = fitted_cols(tile, inputs)
-    return fitted, min(cols, BLOCK) if e4m3 and tokens > 1 else cols
+    return fitted, min(cols, BLOCK) if e4m3 and (tile.matrix or tokens > 1) else cols
 
 
 def _launch_gate_up(
@@ -212,9 +211,11 @@ def _launch_gate_up(
 ) -> None:
     tokens, inputs = check_tokens(x_NE), x_NE.shape[1]
     e4m3 = gate.dtype == torch.float8_e4m3fn
-    tile = tile or gate_up_tile(tokens, e4m3)
-    rows, cols = _fit(tile, inner, inputs, tokens, e4m3)
     places = 1 if ids_NS is None else ids_NS.shape[1]
+    tile = tile or gate_up_tile(tokens, e4m3, inner * places)
+    rows, cols = _fit(tile, inner, inputs, tokens, e4m3)
+    if e4m3 and (tile.matrix or tokens > 1):
+        x_NE = narrow(x_NE)
     pairs = 1 if ids_NS is None else ids_NS.numel()
     _gate_up[(inner // rows, pairs)](
         x_NE,
@@ -234,6 +235,7 @@ def _launch_gate_up(
         PAIRS=triton.next_power_of_2(pairs),
         TOKENS=tokens,
         PADDED=PADDED_TOKENS,
+        MATRIX=tile.matrix or tokens > 1,
         E4M3=e4m3,
         ROWS=rows,
         COLS=cols,
@@ -277,6 +279,8 @@ def routed_down(
     tile = tile or down_tile(tokens, e4m3)
     rows, cols = _fit(tile, hidden, inner, tokens, e4m3)
     out_NSE = torch.empty((tokens, places, hidden), dtype=torch.float32, device=inner_NSF.device)
+    if e4m3 and (tile.matrix or tokens > 1):
+        inner_NSF = narrow(inner_NSF)
     _down[(hidden // rows, tokens * places)](
         inner_NSF,
         down_XEF.data,
@@ -291,6 +295,7 @@ def routed_down(
         PAIRS=triton.next_power_of_2(tokens * places),
         TOKENS=tokens,
         PADDED=PADDED_TOKENS,
+        MATRIX=tile.matrix or tokens > 1,
         E4M3=e4m3,
         ROWS=rows,
         COLS=cols,

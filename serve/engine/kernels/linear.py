@@ -1,9 +1,10 @@
 """Skinny products for 1 to 8 tokens: every weight is read once, in order, and that is all the time there is.
 
-One token is a dot product a row on the plain cores, with the whole tile as accumulator, so that nothing is reduced
-before the end. Several tokens go through the matrix units with the weight as the left operand (64 rows fill one of
-their instructions; the tokens, padded to 8, are the narrow side). An e4m3 weight is widened in registers; its scale
-goes into x (one token) or onto a block's partial sum (several).
+Two ways. On the plain cores (one token of bf16): a dot product a row, with the whole tile as accumulator, so that
+nothing is reduced before the end. On the matrix units: the weight is the left operand, and the tokens, padded to 8, are
+the narrow side. An e4m3 weight is widened in registers; its scale goes into x (plain cores) or onto a block's partial
+sum (matrix units). The matrix units take it as float16, which the device makes of e4m3 in one instruction a pair and of
+bf16 in none; x goes along by 1/16, so that it may reach a million, and what that makes too small is under 2^-20.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from serve.engine.kernels.weight import BLOCK, Weight
 
 MAX_TOKENS = 8
 PADDED_TOKENS = 8
+SHIFT = tl.constexpr(16.0)
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,22 @@ class Tile:
     cols: int
     warps: int
     stages: int = 1
+    matrix: bool = False
+
+
+@triton.jit
+def _product(w, values, scale, E4M3: tl.constexpr):
+    """w @ values.T of a tile. In e4m3: within one block of inputs, whose scale is at ``scale``; values are narrow."""
+    if E4M3:
+        return tl.dot(w.to(tl.float16), tl.trans(values)) * (tl.load(scale) * SHIFT)
+    else:
+        return tl.dot(w.to(values.dtype), tl.trans(values))
+
+
+def narrow(x: torch.Tensor) -> torch.Tensor:
+    """x as the matrix units take it beside an e4m3 weight: x / 16 in float16."""
+    out = torch.empty(x.shape, dtype=torch.float16, device=x.device)
+    return torch.mul(x, 1 / SHIFT.value, out=out)
 
 
 @triton.jit
@@ -43,6 +61,7 @@ def _linear(
     SLICE: tl.constexpr,
     TOKENS: tl.constexpr,
     PADDED: tl.constexpr,
+    MATRIX: tl.constexpr,
     E4M3: tl.constexpr,
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
@@ -58,7 +77,7 @@ def _linear(
     tile = weight + rows[:, None].to(tl.int64) * INPUTS + (start + cols)[None, :]
     scale_row = scale + (first // 128) * ((INPUTS + 127) // 128)
     out += part * out_stride * TOKENS
-    if TOKENS == 1:
+    if not MATRIX:
         sums = tl.zeros([ROWS, COLS], tl.float32)
         for col in tl.range(0, SLICE, COLS, num_stages=STAGES):
             if EVEN:
@@ -82,20 +101,22 @@ def _linear(
             else:
                 w = tl.load(tile + col, mask=inside[:, None], other=0.0)
             values = tl.load(source + col, mask=live[:, None], other=0.0)
-            product = tl.dot(w.to(values.dtype), tl.trans(values))
-            if E4M3:
-                product *= tl.load(scale_row + (start + col) // 128)
-            columns += product
+            columns += _product(w, values, scale_row + (start + col) // 128, E4M3)
         place = out + tokens[None, :] * out_stride + rows[:, None]
         tl.store(place, columns.to(out.dtype.element_ty), mask=inside[:, None] & live[None, :])
 
 
 def default_tile(tokens: int, outputs: int, inputs: int, e4m3: bool) -> Tile:
     """The tile measured fastest on one H200 (see docs/performance.md) for this kind of product."""
+    if tokens == 1 and e4m3:
+        return Tile(8, 1024, warps=4) if inputs > 8192 else Tile(4, 1024, warps=4)
+    if tokens == 1 and outputs > 65536:
+        return Tile(32, 256, warps=4, stages=4, matrix=True)
     if tokens == 1:
-        return Tile(rows=8 if outputs > 4096 else 4, cols=2048 if e4m3 else 1024, warps=4)
-    rows = 64 if outputs > 16384 else 32 if outputs > 2048 else 16
-    return Tile(rows=rows, cols=128, warps=4, stages=5 if e4m3 else 4)
+        return Tile(4, 2048 if inputs > 8192 else 1024, warps=4)
+    if e4m3:
+        return Tile(64, 128, warps=4, stages=4) if outputs > 4096 else Tile(32, 128, warps=4, stages=6)
+    return Tile(32 if outputs > 2048 else 16, 256, warps=4, stages=4)
 
 
 def fitted_cols(tile: Tile, inputs: int) -> int:
@@ -130,9 +151,11 @@ def _launch(x_NI: torch.Tensor, weight: Weight, out: torch.Tensor, parts: int, t
     if inputs % parts:
         raise ValueError(f"{inputs} inputs cannot be split into {parts} equal parts")
     tile = tile or default_tile(tokens, outputs, inputs, e4m3)
+    matrix = tile.matrix or tokens > 1
     cols = fitted_cols(tile, inputs // parts)
-    if e4m3 and tokens > 1:
+    if e4m3 and matrix:
         cols = min(cols, BLOCK)
+        x_NI = narrow(x_NI)
     _linear[(triton.cdiv(outputs, tile.rows), parts)](
         x_NI,
         weight.data,
@@ -145,6 +168,7 @@ def _launch(x_NI: torch.Tensor, weight: Weight, out: torch.Tensor, parts: int, t
         SLICE=inputs // parts,
         TOKENS=tokens,
         PADDED=PADDED_TOKENS,
+        MATRIX=matrix,
         E4M3=e4m3,
         EVEN=outputs % tile.rows == 0,
         ROWS=tile.rows,

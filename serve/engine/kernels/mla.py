@@ -192,12 +192,13 @@ def attend(
     expand_HOR: torch.Tensor,
     plain: int,
     *,
-    splits: int = 32,
+    splits: int | None = None,
 ) -> torch.Tensor:
     """See reference.attend. Each token must have at least one selected row at or before its position."""
     tokens, heads, width = query_NHY.shape
     expanded, latent = expand_HOR.shape[1:]
     count, value = selected_NK.shape[1], expanded - plain
+    splits = splits or max(4, 32 // triton.next_power_of_2(tokens))
     device = query_NHY.device
     mix = torch.empty((tokens, splits, heads, latent), dtype=torch.float32, device=device)
     peak = torch.empty((tokens, splits, heads), dtype=torch.float32, device=device)

@@ -125,17 +125,17 @@ def _latents(
         row = rows + position * (LATENT + 2 * HALF)
         kv_cols = tl.arange(0, LATENT_PADDED)
         kv_inside = kv_cols < LATENT
-        kv_values = tl.load(down + QUERY + kv_cols, mask=kv_inside, other=0.0).to(tl.float32)
+        kv_values = tl.load(down + QUERY + DIMS + kv_cols, mask=kv_inside, other=0.0).to(tl.float32)
         kv_root = tl.rsqrt(tl.sum(kv_values * kv_values, axis=0) / LATENT + rms_eps)
         kv_weight = tl.load(kv_norm + kv_cols, mask=kv_inside, other=0.0).to(tl.float32)
         kv_scaled = (kv_values * kv_root).to(kind).to(tl.float32)
         tl.store(row + kv_cols, (kv_weight * kv_scaled).to(kind), mask=kv_inside)
-        low, high = _turned(down + QUERY + LATENT, cos, sin, HALF)
+        low, high = _turned(down + QUERY + DIMS + LATENT, cos, sin, HALF)
         tl.store(row + LATENT + pairs, low.to(kind))
         tl.store(row + LATENT + HALF + pairs, high.to(kind))
     else:
         if DIMS > 0:
-            source = down + QUERY + LATENT + 2 * HALF
+            source = down + QUERY
             key_cols = tl.arange(0, DIMS_PADDED)
             key_inside = key_cols < DIMS
             key_values = tl.load(source + key_cols, mask=key_inside, other=0.0).to(tl.float32)
@@ -145,7 +145,11 @@ def _latents(
             key = index_keys + position * DIMS
             key_weight = tl.load(index_norm + key_cols, mask=key_inside, other=0.0).to(tl.float32)
             key_bias = tl.load(index_norm + DIMS + key_cols, mask=key_inside, other=0.0).to(tl.float32)
-            tl.store(key + key_cols, (centred * key_root * key_weight + key_bias).to(kind), mask=key_inside & (key_cols >= 2 * HALF))
+            tl.store(
+                key + key_cols,
+                (centred * key_root * key_weight + key_bias).to(kind),
+                mask=key_inside & (key_cols >= 2 * HALF),
+            )
             even = tl.load(source + 2 * pairs).to(tl.float32)
             odd = tl.load(source + 2 * pairs + 1).to(tl.float32)
             even_weight = tl.load(index_norm + 2 * pairs).to(tl.float32)

@@ -93,16 +93,16 @@ def latents(
 ) -> torch.Tensor:
     """query_NQ, the normed query latent; writes the tokens' cache rows and, on a layer with an indexer, its keys.
 
-    down's outputs are query latent Q, KV latent R, rotary key 2A and, with an indexer, its key D. index_norm_2D holds
-    the layer norm's weight and bias; ``eps`` are those of the RMS norms and of the layer norm.
+    down's outputs are query latent Q, with an indexer its key D, KV latent R, rotary key 2A. index_norm_2D holds the
+    layer norm's weight and bias; ``eps`` are those of the RMS norms and of the layer norm.
     """
     query, latent, rotary = query_norm_Q.shape[0], kv_norm_R.shape[0], 2 * cos_CA.shape[1]
     cos_NA, sin_NA = cos_CA[positions_N], sin_CA[positions_N]
-    kv_NY = down_NO[:, query : query + latent + rotary]
+    kv_NY = down_NO[:, -(latent + rotary) :]
     rows_CY[positions_N, :latent] = _rms(kv_NY[:, :latent], kv_norm_R, eps[0]).to(rows_CY.dtype)
     rows_CY[positions_N, latent:] = _turn(kv_NY[:, latent:], cos_NA, sin_NA).to(rows_CY.dtype)
     if index_norm_2D is not None and index_keys_CD is not None:
-        key_ND = down_NO[:, query + latent + rotary :].float()
+        key_ND = down_NO[:, query : query + index_norm_2D.shape[1]].float()
         norm_2D = index_norm_2D.float()
         key_ND = F.layer_norm(key_ND, key_ND.shape[1:], norm_2D[0], norm_2D[1], eps[1]).to(down_NO.dtype)
         turned_ND = torch.cat((_turn(key_ND[:, :rotary], cos_NA, sin_NA), key_ND[:, rotary:]), dim=-1)
