@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import json
 import os
 import shutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from configs.job import JobSpec
 from runners import bindings, node_probe
+from runners.node_check import check_nodes
 from runners.outcome import JobCode, JobFailure
 
 PROBE_TIMEOUT_S = 60.0
@@ -82,6 +84,7 @@ async def bind(spec: JobSpec, allocation: Allocation) -> JobSpec:
         answers = await asyncio.gather(*probes)
     finally:
         token.unlink(missing_ok=True)
+    await check_nodes(spec, [node.name for node in allocation.nodes], functools.partial(_on_node, allocation))
     assert spec.run is not None
     if "checkpoint" in spec.run.bindings:  # an earlier attempt had copied it to nodes of its own
         found = spec.run.bindings | {"model": spec.run.bindings["checkpoint"]}
@@ -148,6 +151,12 @@ async def copy_weights(spec: JobSpec, allocation: Allocation) -> JobSpec:
     moved = {"model": str(target), "checkpoint": str(source)}
     run = spec.run.model_copy(update={"bindings": spec.run.bindings | moved})
     return spec.model_copy(update={"run": run})
+
+
+async def _on_node(allocation: Allocation, index: int, argv: Sequence[str], timeout_s: float) -> str:
+    return await _run(
+        [*allocation.step(index, "preflight"), "--chdir=/", *argv], timeout_s, allocation.nodes[index].name
+    )
 
 
 async def _address(name: str) -> str:

@@ -231,7 +231,9 @@ def _rdma(spec: JobSpec, here: Sequence[ProcessSpec], readings: Readings, where:
         elif device is not None and not device.gids:
             yield RDMA_GID.at(where, f"{name} has no GID", "exclude the node: its network is not configured")
     need = _registered(spec, here)
-    if readings.memlock_bytes != UNLIMITED and readings.memlock_bytes < need:
+    runtime = (spec.cluster_profile.get("container") or {}).get("runtime")
+    lifted = runtime in ("docker", "podman") and all(process.image for process in here)  # they are started without one
+    if not lifted and readings.memlock_bytes != UNLIMITED and readings.memlock_bytes < need:
         message = f"ulimit -l is {readings.memlock_bytes >> 10} KiB, {need >> 10} KiB are registered"
         yield MEMLOCK.at(where, message, "raise LimitMEMLOCK of slurmd to infinity, or ulimit -l in the container")
 
@@ -279,7 +281,7 @@ def _memory(spec: JobSpec, readings: Readings, where: str, node: int) -> Iterato
 def _software(spec: JobSpec, here: Sequence[ProcessSpec], readings: Readings, where: str) -> Iterator[Finding]:
     wanted = spec.versions.get("nccl")
     plain = [process for process in here if process.gpus and process.image is None]
-    if wanted and readings.nccl_version and readings.nccl_version != wanted and any(p.gpus for p in here):
+    if wanted and readings.nccl_version and readings.nccl_version != wanted and plain:
         message = f"libnccl.so.2 is {readings.nccl_version}, the engine was built against {wanted}"
         yield NCCL.at(where, message, "put that NCCL first on LD_LIBRARY_PATH (nccl-root in the role's args)")
     if plain and not readings.runtime_libraries:

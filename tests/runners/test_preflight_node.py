@@ -82,7 +82,7 @@ FAULTS: dict[str, tuple[Callable[[], JobSpec], Readings]] = {
     "populate-write-missing": (job, ready(populate_write=False)),
     "node-memory-short": (job, ready(available_bytes=90 * GIB)),
     "port-not-bindable": (job, ready(taken_ports=(21_000,))),
-    "nccl-version": (lambda: nccl(job()), ready(nccl_version="2.21.5")),
+    "nccl-version": (lambda: nccl(native(job())), ready(nccl_version="2.21.5")),
     "gpu-runtime-missing": (lambda: native(job()), ready(runtime_libraries=())),
 }
 
@@ -117,6 +117,12 @@ def test_the_busy_gpu_is_measured_against_the_plan() -> None:
     # 184.01 GiB resident, torch slack and the driver's share left out, and 400,000 tokens' conversion of 41.4 GiB.
     (finding, *_) = [f for f in judge(job(), FAULTS["gpu-memory-busy"][1]) if f.code == "gpu-memory-busy"]
     assert "GPU 0 has 150.00 GiB free, the plan needs 225.4" in finding.message
+
+
+def test_docker_lifts_the_limit_on_locked_memory() -> None:
+    limited = ready(memlock_bytes=64 << 10)
+    docker = job(container={"runtime": "docker", "mounts": []})
+    assert "memlock-limited" not in {finding.code for finding in judge(docker, limited)}
 
 
 def test_a_node_without_gpu_roles_needs_none() -> None:

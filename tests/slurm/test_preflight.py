@@ -11,8 +11,9 @@ import pytest
 
 from configs.job import JobSpec
 from runners.bindings import REPO
+from runners.outcome import JobCode
 from runners.preflight import Context, run_checks
-from tests.slurm.jobs import slurm_job
+from tests.slurm.jobs import run, slurm_job
 
 pytestmark = pytest.mark.usefixtures("slurm")
 
@@ -55,3 +56,22 @@ def test_the_probe_runs_on_a_node_and_finds_what_is_not_there(shared: Path) -> N
     done = probe(spec)
     assert (done.returncode, done.stdout) == (0, ""), done.stderr
     assert json.loads(probe(spec, "--show").stdout)["hostname"].startswith("b200-")
+
+
+def test_a_job_on_a_node_without_its_gpus_ends_before_a_role_starts(shared: Path) -> None:
+    spec = slurm_job(shared)
+    gpu = {"type": "NVIDIA B200", "vendor": "nvidia", "count-per-node": 8, "memory-gib": 178}
+    weights = spec.model_profile["weights"] | {"path": spec.resolve("@model@")}
+    processes = tuple(p.model_copy(update={"gpus": (0,)}) if p.role == "decode" else p for p in spec.processes)
+    spec = spec.model_copy(
+        update={
+            "processes": processes,
+            "cluster_profile": spec.cluster_profile | {"gpu": gpu},
+            "model_profile": spec.model_profile | {"weights": weights},
+        }
+    )
+    spec.write(spec.job_dir() / "spec.json")
+    outcome = run(spec)
+    assert outcome.code == JobCode.ALLOCATION and outcome.host is not None
+    assert "devices-unreadable" in outcome.message and "nvidia-smi does not answer" in outcome.message
+    assert not list((spec.job_dir() / "logs").glob("decode*")), "no role was started"
