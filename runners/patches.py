@@ -2,14 +2,18 @@
 
 patches/<engine>/<name>/ holds patch.yaml (the schema below) and patch.diff, a unified diff without fuzz. Nothing is
 written unless every file has exactly the bytes that the patch was made for, and every result exactly those it promises.
+``python -m runners.patches DISTRIBUTION`` patches what is installed beside the interpreter that runs it.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
+import importlib.metadata
 import os
 import re
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Literal
@@ -216,3 +220,30 @@ def _replace(path: Path, content: bytes) -> None:
 
 def _sha256(content: bytes) -> str:
     return hashlib.sha256(content).hexdigest()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Applies every patch of the installed version of a distribution. 1 when one cannot be applied."""
+    parser = argparse.ArgumentParser(prog="python -m runners.patches", description=main.__doc__)
+    parser.add_argument("distribution", help="installed distribution to patch, e.g. vllm")
+    parser.add_argument("--patches", type=Path, default=PATCHES, help="folder of patches")
+    options = parser.parse_args(argv)
+    try:
+        installed = importlib.metadata.distribution(options.distribution)
+        root = Path(str(installed.locate_file("")))
+        found = patches_for(options.distribution, installed.version, options.patches)
+        for patch in found:
+            print(f"{options.distribution} {installed.version}: {patch.name}: {apply(root, patch, installed.version)}")
+    except importlib.metadata.PackageNotFoundError:
+        print(f"error: {options.distribution} is not installed here", file=sys.stderr)
+        return 1
+    except PatchError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    if not found:
+        print(f"{options.distribution} {installed.version}: no patch")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

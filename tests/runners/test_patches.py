@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -223,3 +226,23 @@ def test_a_patch_for_another_version(tmp_path: Path) -> None:
     write_waiver(tmp_path)
     finding = found(tmp_path, engine="0.1.7")["patch-version-mismatch"]
     assert finding.severity == "warning" and "engine 0.1.7" in finding.message
+
+
+def test_the_installed_version_is_patched_by_name(tmp_path: Path) -> None:
+    write_patch(tmp_path)
+    root = install(tmp_path / "site")
+    info = root / "engine-0.1.6.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: engine\nVersion: 0.1.6\n")
+
+    def patch(name: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "runners.patches", name, "--patches", str(tmp_path / "patches")]
+        env = {**os.environ, "PYTHONPATH": f"{REPO}:{root}"}
+        return subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+
+    done = patch("engine")
+    assert (done.returncode, done.stdout) == (0, "engine 0.1.6: strides: applied\n"), done.stderr
+    assert installed(root) == WANTED and "already" in patch("engine").stdout
+    assert "not installed" in patch("no-such-engine").stderr
+    (root / "engine/late.py").write_text("edited by hand")
+    assert patch("engine").returncode == 1
