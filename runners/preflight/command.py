@@ -31,7 +31,8 @@ Every fault that Baton looks for, by the phase that finds it. An error stops a s
 
 `baton preflight --config FILE` runs the first two phases; a sweep does so too before it submits. The third runs on
 every node of an allocation with GPUs before a role is started, and by hand as
-`python -m runners.preflight.node --spec spec.json`. Codes of the fourth come with a job's outcome, its hand-offs and the verdict on each point.
+`python -m runners.preflight.node --spec spec.json`. Codes of the
+fourth come with a job's outcome, its hand-offs and the verdict on each point.
 """
 
 
