@@ -16,6 +16,7 @@ from tests.slurm.cluster import MiniSlurm
 SHARED = Path("/var/tmp/baton-tests")
 
 
+@pytest.hookimpl(tryfirst=True)  # before the marks decide which worker runs what
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     here = Path(__file__).parent
     for item in items:
