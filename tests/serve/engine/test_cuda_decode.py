@@ -131,10 +131,16 @@ def test_block_scaled_weights_equal_their_values(model: GlmMoeDsaForCausalLM) ->
     torch.testing.assert_close(logits, wanted, rtol=1e-5, atol=1e-5)
 
 
+BLOCKS_OF_300 = [slice(0, 128), slice(128, 256), slice(256, 300)]
+BLOCKS_OF_200 = [slice(0, 128), slice(128, 200)]
+
+
 def test_quantize_keeps_each_block_within_half_a_step() -> None:
     data = torch.randn(300, 200, generator=torch.Generator().manual_seed(1)) * torch.linspace(0.01, 9, 200)
     rounded = quantize(data)
     assert rounded.scale is not None and rounded.scale.shape == (3, 2)
+    largest = [rounded.data[rows, cols].float().abs().max() for rows in BLOCKS_OF_300 for cols in BLOCKS_OF_200]
+    assert largest == [448.0] * 6
     # e4m3 has 3 bits after the leading one: half a step is 1/16 of a value, and half the smallest subnormal near 0.
     allowed = torch.maximum(data.abs() / 16, rounded.scale.max() * 2**-10)
     assert ((rounded.dense(torch.float32) - data).abs() <= allowed * 1.001).all()
