@@ -102,6 +102,9 @@ class MiniSlurm:
         for pid_file in sorted((self.root / "run").glob("*.pid")) if (self.root / "run").exists() else []:
             self._stop_pid(pid_file)
         sh("ip", "link", "del", BRIDGE, check=False)
+        names = Path("/run/netns")
+        if names.is_mount() and not any(names.iterdir()):
+            sh("umount", str(names), check=False)  # `ip netns add` had made it one
         hosts = Path("/etc/hosts")
         kept = [line for line in hosts.read_text().splitlines(True) if not line.rstrip().endswith(MARK)]
         hosts.write_text("".join(kept))  # written in place: /etc/hosts may be a bind mount

@@ -59,7 +59,7 @@ def test_every_command_of_the_page_runs_and_the_sweep_is_valid(slurm: MiniSlurm)
             line += f" --output-dir {work}/results --changelog {work}/changelog.yaml"
         if "baton export" in line:
             line += f" --config {matrix} --output-dir {work}/exported"
-        script.append(line)
+        script.append(line.replace("sbatch --wait", f"sbatch --wait --output {work}/job.out"))
     done = subprocess.run(
         ["bash", "-c", "\n".join(script)],
         cwd=work,
