@@ -103,7 +103,7 @@ class MiniSlurm:
             self._stop_pid(pid_file)
         sh("ip", "link", "del", BRIDGE, check=False)
         names = Path("/run/netns")
-        if names.is_mount() and not any(names.iterdir()):
+        if names.exists() and not any(names.iterdir()):
             sh("umount", str(names), check=False)  # `ip netns add` had made it one
         hosts = Path("/etc/hosts")
         kept = [line for line in hosts.read_text().splitlines(True) if not line.rstrip().endswith(MARK)]
