@@ -34,9 +34,10 @@ class BundledAdapter:
         if context.role != "router" and context.handoff.protocol == "rdma":
             env["RDMAV_FORK_SAFE"] = "1"
         if context.role != "router" and context.on_cpu:
-            # OpenMP reads it when torch loads. Idle threads that spin steal the cores which the other roles' threads
-            # wait for: on 2 busy cores a step of 8 sequences took 1.8 s spinning and 0.11 s sleeping (2026-11).
-            env["OMP_WAIT_POLICY"] = "PASSIVE"
+            # How long an OpenMP thread with nothing to do spins before it sleeps; read when torch loads. On 2 cores,
+            # SmolLM2 fp32, batch 8 (2026-11-29), tokens/s on idle cores and with one core busy: the default (300000)
+            # 175 and 59, sleeping at once 119 and 113, 1000 166 and 85, 3000 175 and 62.
+            env["GOMP_SPINCOUNT"] = "2000"
         return env
 
     def readiness(self, context: RoleContext) -> Readiness:

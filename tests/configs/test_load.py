@@ -66,7 +66,7 @@ def test_the_gpu_recipe_of_these_tests_loads(tmp_path: Path) -> None:
         ("isl: 256", "isl: true", "scenarios.fixed-seq-len[0].isl", "must be a whole number, not true."),
         ("isl: 256", "isl: '256'", "scenarios.fixed-seq-len[0].isl", 'must be a whole number, not "256".'),
         ("isl: 256", "isl: 0", "scenarios.fixed-seq-len[0].isl", "must be greater than 0, not 0."),
-        ("problems: 8", "problems: .inf", "evals[0].problems", "whole number"),
+        ("problems: 4", "problems: .inf", "evals[0].problems", "whole number"),
         (
             "deadline-s: 60\n    max-model-len",
             "deadline-s: .nan\n    max-model-len",
