@@ -58,7 +58,7 @@ def test_results_of_a_slurm_job_in_a_private_folder(tmp_path: Path) -> None:
     far = spec.model_copy(update={"cluster_profile": spec.cluster_profile | slurm_site})
     assert "output-dir-private" in found(far, Path("/tmp/results"))
     assert "output-dir-private" not in found(spec, Path("/tmp/results"))
-    assert "output-dir-private" not in found(far, REPO / "results")
+    assert "output-dir-private" not in found(far, Path("/srv/results"))
 
 
 def test_missing_package_names_its_user_and_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_hub_data_needs_a_lasting_cache(tmp_path: Path, monkeypatch: pytest.Monk
     spec = ready_job(tmp_path, points=(gsm8k(),))
     monkeypatch.setenv("HF_HOME", "/tmp/hf")
     assert found(spec, tmp_path)["hf-home-ephemeral"].severity == "warning"
-    monkeypatch.setenv("HF_HOME", str(REPO / ".cache" / "hf"))
+    monkeypatch.setenv("HF_HOME", "/srv/hf")
     assert "hf-home-ephemeral" not in found(spec, tmp_path)
 
 

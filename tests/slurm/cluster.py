@@ -49,6 +49,15 @@ def until(condition: object, deadline_s: float, what: str) -> None:
         time.sleep(0.05)
 
 
+def private_tmp(folder: Path) -> str:
+    """Shell commands that put ``folder`` in the place of /tmp; a checkout under /tmp stays where it is, as shared disk."""
+    checkout = Path(__file__).resolve().parents[2]
+    if Path("/tmp") not in checkout.parents:
+        return f"mount --bind {folder} /tmp"
+    kept = folder / checkout.relative_to("/tmp")
+    return f"mkdir -p {kept} && mount --bind {checkout} {kept} && mount --rbind {folder} /tmp"
+
+
 @dataclass(frozen=True)
 class MiniSlurm:
     """Where the cluster keeps its files and what nodes it has."""
@@ -137,7 +146,7 @@ class MiniSlurm:
         sh("ip", "-n", node, "link", "set", "lo", "up")
         sh("ip", "-n", node, "addr", "add", f"{self.address(node)}/24", "dev", "eth0")
         sh("ip", "-n", node, "link", "set", "eth0", "up")
-        inside = f"hostname {node}; mount --bind {home}/tmp /tmp; trap '' HUP; slurmd -D -N {node} & wait"
+        inside = f"hostname {node}; {private_tmp(home / 'tmp')}; trap '' HUP; slurmd -D -N {node} & wait"
         unshare = ["unshare", "--uts", "--ipc", "--pid", "--mount", "--fork", "--kill-child", "--mount-proc"]
         # nsenter rather than `ip netns exec`: the latter mounts a /sys without cgroups, on which slurmd dies
         with (home / "console.log").open("ab") as console:

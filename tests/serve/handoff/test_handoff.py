@@ -27,7 +27,6 @@ LLAMA = KVLayout.from_config(LLAMA_CONFIG, "float32")
 MLA = KVLayout.from_config(MLA_CONFIG, "bfloat16")
 TINY = tiny_layout()
 # A deadline on time.monotonic() that a test does not meet.
-FAR = time.monotonic() + 60
 
 
 @pytest.fixture(scope="module")
@@ -262,11 +261,12 @@ async def test_a_bit_that_changed_on_the_way_is_found(
     checksums = {f"{plane.name}/{layer}": digest for plane, layer in TINY.blocks()}
 
     def write_and_commit() -> None:
-        with ControlConnection(receiver.control_address, FAR) as connection:
+        deadline = time.monotonic() + 60
+        with ControlConnection(receiver.control_address, deadline) as connection:
             reserve = Reserve(
                 handoff_id="h", request_id="r", tokens=4, layout=TINY.sha256(), rank=0, ranks=1, deadline_s=5
             )
-            reserved = connection.call(reserve, FAR)
+            reserved = connection.call(reserve, deadline)
             assert isinstance(reserved, Reserved)
             staged = np.zeros(TINY.slot_bytes(4), dtype=np.uint8)
             staged[TINY.offset("v", 1, 4) + 95] ^= 0x10
@@ -278,7 +278,7 @@ async def test_a_bit_that_changed_on_the_way_is_found(
                 bytes=TINY.payload_bytes(4),
                 checksums=checksums,
             )
-            connection.call(commit, FAR)
+            connection.call(commit, deadline)
 
     await asyncio.to_thread(write_and_commit)
     error = await refused(receiver.take("h", deadline_s=5))
