@@ -50,7 +50,7 @@ def until(condition: object, deadline_s: float, what: str) -> None:
 
 
 def private_tmp(folder: Path) -> str:
-    """Shell commands that put ``folder`` in the place of /tmp; a checkout under /tmp stays where it is, as shared disk."""
+    """Shell commands that put ``folder`` in the place of /tmp; a checkout under /tmp stays there, as shared disk."""
     checkout = Path(__file__).resolve().parents[2]
     if Path("/tmp") not in checkout.parents:
         return f"mount --bind {folder} /tmp"
