@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,11 +83,14 @@ class Document:
             if node is not None:
                 _Walk(name, positions, problems).visit(node, ())
             # Aliases make the walk larger than the text, so it bounds what the constructor may build.
-            data = _plain(yaml.load(text)) if node is not None else None
+            data = _plain(yaml.constructor.construct_document(node)) if node is not None else None
         except MarkedYAMLError as error:
             mark = error.problem_mark or error.context_mark
             line, column = (mark.line + 1, mark.column + 1) if mark else (0, 0)
-            message = "; ".join(part for part in (error.context, error.problem) if part)
+            context = error.context
+            if context and error.context_mark and error.context_mark.line + 1 != line:
+                context += f" that begins in line {error.context_mark.line + 1}"
+            message = "; ".join(part for part in (context, error.problem) if part)
             raise ConfigError(
                 [Problem(name, line, column, "", f"not valid YAML: {message}", code="not-yaml")]
             ) from None
@@ -95,6 +99,11 @@ class Document:
             raise ConfigError([Problem(name, 0, 0, "", f"not valid YAML: {reason}", code="not-yaml")]) from None
         return cls(file, data, positions, problems)
 
+    @classmethod
+    def shared(cls, file: Path) -> Document:
+        """As `read`, parsed once for all who ask for the same text. Its data must not be changed."""
+        return _shared(file, _read_text(file))
+
     def problem(self, path: YamlPath, message: str, hint: str = "", code: str = "wrong-form") -> Problem:
         """A problem at ``path``, or at the nearest parent that the file spells out."""
         known = path
@@ -102,6 +111,11 @@ class Document:
             known = known[:-1]
         line, column = self._positions.get(known, (1, 1))
         return Problem(self.name, line, column, dotted(path), message, hint, code)
+
+
+@lru_cache(maxsize=16)
+def _shared(file: Path, text: str) -> Document:
+    return Document.parse(file, text)
 
 
 class _Walk:

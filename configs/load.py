@@ -57,7 +57,7 @@ def load_matrix(path: Path | str, cluster: str | None = None) -> Matrix:
     ``cluster`` takes the place of every entry's own; where that site has several nodes, disaggregated roles get nodes
     of their own. Raises ConfigError with every problem of the file, and of the model and cluster files it names."""
     file = Path(path)
-    document = Document.read(file)
+    document = Document.shared(file)
     problems = list(document.problems)
     head, found = validate(_MatrixHead, document.data, document)
     problems += found

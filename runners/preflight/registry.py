@@ -118,7 +118,7 @@ def errors(findings: Iterable[Finding]) -> list[Finding]:
 @lru_cache(maxsize=16)
 def _parsed(file: Path, _changed_ns: int) -> Document | None:
     try:
-        return Document.read(file)
+        return Document.shared(file)
     except ConfigError:
         return None
 

@@ -153,6 +153,7 @@ def test_keys_that_cannot_name_a_folder_are_refused(tmp_path: Path, key: str) ->
     [
         ("a: [1, 2", "not valid YAML"),
         ("a: 1\n\tb: 2", "not valid YAML"),
+        ("a: [1\nb: 2\nc: 3", "flow sequence that begins in line 1"),
         ("a: b: c", "not valid YAML"),
         ("a: !!python/object:os.system x", "not valid YAML"),
         ("a: *nowhere", "not valid YAML"),

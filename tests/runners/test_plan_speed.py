@@ -12,6 +12,7 @@ from pathlib import Path
 
 from configs.load import load_matrix
 from runners.expand import expand
+from runners.preflight import Context, run_checks
 from tests.configs.recipes import CONFIGS
 from tests.configs.test_check_pairs import recipe
 
@@ -38,8 +39,10 @@ def test_two_thousand_points_are_loaded_checked_and_expanded_in_two_seconds(tmp_
     path = large_matrix(tmp_path, 62)
     began = time.process_time()
     jobs = expand(load_matrix(path), version_of=lambda _: "1")
+    found = run_checks(Context(jobs, tmp_path), ("static",))
     used_s = time.process_time() - began  # of the processor: other work on this machine is not ours
     assert sum(len(job.points) for job in jobs) >= 2000
+    assert {finding.where.rpartition(":")[0] for finding in found} >= {str(path)}, "places are looked up in the matrix"
     assert used_s < 2, f"{used_s:.2f} s"
 
 
