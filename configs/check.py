@@ -89,16 +89,14 @@ def _check_roles(entry: MatrixEntry) -> list[Finding]:
     wanted = ("prefill", "decode", "router") if entry.disagg else ("aggregated",)
     for role in wanted:
         if role not in engines:
-            findings.append(
-                Finding(
-                    ("roles",), f"disagg: {yaml_bool(entry.disagg)} needs the role '{role}'.", code="roles-mismatch"
-                )
-            )
+            message = f"disagg: {yaml_bool(entry.disagg)} needs the role '{role}'."
+            hint = f"Add roles.{role}, or write disagg: {yaml_bool(not entry.disagg)}."
+            findings.append(Finding(("roles",), message, hint, code="roles-mismatch"))
     for role in engines:
         if role not in wanted:
-            findings.append(
-                Finding(("roles", role), f"disagg: {yaml_bool(entry.disagg)} has no such role.", code="roles-mismatch")
-            )
+            message = f"disagg: {yaml_bool(entry.disagg)} has no such role."
+            hint = f"Remove roles.{role}, or write disagg: {yaml_bool(not entry.disagg)}."
+            findings.append(Finding(("roles", role), message, hint, code="roles-mismatch"))
     if entry.disagg and all(role in engines for role in wanted):
         trio = (engines["prefill"], engines["decode"], engines["router"])
         if trio not in PAIRINGS:
@@ -112,13 +110,12 @@ def _check_roles(entry: MatrixEntry) -> list[Finding]:
             Finding(("framework",), message, f"Write {FRAMEWORK_OF[generator]}.", code="framework-mismatch")
         )
     if entry.disagg and entry.kv_p2p_transfer is None:
-        findings.append(
-            Finding(("disagg",), "disagg: true needs kv-p2p-transfer (mooncake or nixl).", code="transfer-mismatch")
-        )
+        message = "disagg: true needs kv-p2p-transfer (mooncake or nixl)."
+        hint = "Write kv-p2p-transfer: mooncake or nixl, or disagg: false."
+        findings.append(Finding(("disagg",), message, hint, code="transfer-mismatch"))
     if not entry.disagg and entry.kv_p2p_transfer is not None:
-        findings.append(
-            Finding(("kv-p2p-transfer",), "nothing is handed over with disagg: false.", code="transfer-mismatch")
-        )
+        message, hint = "nothing is handed over with disagg: false.", "Remove kv-p2p-transfer, or write disagg: true."
+        findings.append(Finding(("kv-p2p-transfer",), message, hint, code="transfer-mismatch"))
     for role, engine in engines.items():
         transports = CAPABILITIES[engine].transports
         if entry.disagg and role != "router" and entry.kv_p2p_transfer and entry.kv_p2p_transfer not in transports:

@@ -58,18 +58,16 @@ def check_space(entry: MatrixEntry, space: Space) -> list[Finding]:
     workers = item.workers()
     for role in wanted:
         if role not in workers:
-            findings.append(
-                Finding(path, f"disagg: {yaml_bool(entry.disagg)} needs '{role}' workers.", code="workers-mismatch")
-            )
+            message = f"disagg: {yaml_bool(entry.disagg)} needs '{role}' workers."
+            hint = f"Write {role}: {{num-worker: 1}}, or disagg: {yaml_bool(not entry.disagg)}."
+            findings.append(Finding(path, message, hint, code="workers-mismatch"))
         elif workers[role].num_worker < 1:
             findings.append(Finding((*path, role, "num-worker"), "must be at least 1.", code="workers-mismatch"))
     for role in workers:
         if role not in wanted:
-            findings.append(
-                Finding(
-                    (*path, role), f"disagg: {yaml_bool(entry.disagg)} has no {role} workers.", code="workers-mismatch"
-                )
-            )
+            message = f"disagg: {yaml_bool(entry.disagg)} has no {role} workers."
+            hint = f"Remove {role}, or write disagg: {yaml_bool(not entry.disagg)}."
+            findings.append(Finding((*path, role), message, hint, code="workers-mismatch"))
     if "aggregated" in workers and workers["aggregated"].num_worker > 1:
         message = "several aggregated workers need a router, which disagg: false has not."
         findings.append(Finding((*path, "aggregated", "num-worker"), message, code="workers-mismatch"))

@@ -73,7 +73,10 @@ class VllmAdapter:
         if acceptance.draft_depth == 0:
             return ()
         if context.spec_method == "draft_model":
-            raise EngineError("spec-decoding: draft_model needs a draft model, which a recipe cannot name yet.")
+            raise EngineError(
+                f"{context.name}: spec-decoding: draft_model needs a draft model, which a recipe cannot name yet; "
+                "set spec-decoding: mtp or none."
+            )
         config: dict[str, object] = {"method": context.spec_method, "num_speculative_tokens": acceptance.draft_depth}
         if context.role == "prefill":
             if context.spec_method != "mtp":

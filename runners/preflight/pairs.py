@@ -309,8 +309,12 @@ def connectors(spec: JobSpec, at: At) -> Iterator[Finding]:
         arguments = Arguments(process)
         connector = str(arguments.document("--kv-transfer-config").get("kv_connector", ""))
         if connector == "MooncakeConnector":
-            message = f"{process.name} uses vLLM's own MooncakeConnector"
-            yield DROPS_EOS.at(at("roles", "prefill"), message, "use BatonConnector, the default of this pairing")
+            message = (
+                f"{process.name} has kv_connector: MooncakeConnector in --kv-transfer-config, "
+                "which hands nothing over when the first token ends the text"
+            )
+            ours = "TileRTConnector" if any(p.engine == "tilert" for p in spec.processes) else "BatonConnector"
+            yield DROPS_EOS.at(at("roles", "prefill"), message, f"write kv_connector: {ours}, as the plan does")
         if connector == "TileRTConnector" and not arguments.has("--enforce-eager"):
             message = f"{process.name} captures graphs, which leave out TileRT's hooks"
             yield HIDDEN_LAYERS.at(at("roles", "prefill", "args"), message, "write enforce-eager: true")
@@ -331,4 +335,5 @@ def links(spec: JobSpec, at: At) -> Iterator[Finding]:
         yield RDMA_UNNAMED.at(at("handoff", "protocol"), message, "name rdma-devices in the cluster's file")
     if spec.handoff.protocol == "tcp" and devices and spec.num_nodes > 1:
         message = f"{spec.num_nodes} nodes with {len(devices)} RDMA devices hand over by TCP"
-        yield OVER_TCP.at(at("handoff", "protocol"), message, "write protocol: rdma (mooncake) or ucx (nixl)")
+        fast = "ucx" if spec.handoff.transport == "nixl" else "rdma"
+        yield OVER_TCP.at(at("handoff", "protocol"), message, f"write handoff.protocol: {fast}")

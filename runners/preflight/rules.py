@@ -161,8 +161,15 @@ def golden(spec: JobSpec, at: At) -> Iterator[Finding]:
         message = f"{told.target_length} is simulated; the curve says {' or '.join(map(str, sorted(cells)))}"
         yield LENGTH_LITERAL.at(where, message, "leave the length out of the recipe: it is looked up")
     if told.provisional:
-        message = f"{told.curve}: {curve.provenance.source}; rows are stamped provisional"
-        yield PROVISIONAL.at(where, message, f"measure {spec.model_prefix} itself (python -m benchmarks.golden_al)")
+        message = (
+            f"the acceptance length {told.target_length} of {spec.model_prefix} comes from "
+            f"{curve.provenance.source}: rows are stamped provisional"
+        )
+        fix = (
+            f"measure {spec.model_prefix} at depth {told.draft_depth}, write the length into "
+            f"golden_al_distribution/{told.curve}.yaml and status: measured under its provenance; until then leave it"
+        )
+        yield PROVISIONAL.at(where, message, fix)
 
 
 @check(EVAL_MISSING, FRAMEWORK_ORDER)

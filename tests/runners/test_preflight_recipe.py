@@ -39,6 +39,19 @@ def test_every_code_of_the_loader_has_a_planted_fault() -> None:
     assert set(FAULTS) <= set(REGISTRY)
 
 
+def test_what_to_write_when_disagg_is_turned_off(tmp_path: Path) -> None:
+    data = local_entry() | {"disagg": False}
+    found = load(lambda: load_matrix(write_matrix(tmp_path, data)))
+    fixes = {finding.fix for finding in found if finding.code.endswith("-mismatch")}
+    assert fixes >= {
+        "Add roles.aggregated, or write disagg: true.",
+        "Remove roles.prefill, or write disagg: true.",
+        "Remove kv-p2p-transfer, or write disagg: true.",
+        "Write aggregated: {num-worker: 1}, or disagg: true.",
+        "Remove decode, or write disagg: true.",
+    }
+
+
 def test_the_line_is_the_keys_own(tmp_path: Path) -> None:
     data = local_entry()
     data["handoff"]["pool-mib"] = 1

@@ -289,6 +289,17 @@ def test_the_systems_as_they_should_be_have_no_errors(spec: Callable[[], JobSpec
     assert [finding for finding in static(spec()) if finding.severity == "error"] == []
 
 
+@pytest.mark.parametrize(
+    ("code", "fix"),
+    [
+        ("handoff-over-tcp", "write handoff.protocol: rdma"),
+        ("connector-drops-eos", "write kv_connector: TileRTConnector, as the plan does"),
+    ],
+)
+def test_the_fix_says_what_to_write_for_this_very_pair(code: str, fix: str) -> None:
+    assert [f.fix for f in static(FAULTS[code][1]()) if f.code == code] == [fix]
+
+
 def test_two_jobs_of_one_name() -> None:
     finding = next(f for f in static(tilert_rocm(), tilert_rocm()) if f.code == "job-name-collision")
     assert "2 jobs would be" in finding.message
