@@ -219,6 +219,46 @@ def test_role_deaf_to_term_is_killed_after_its_grace(tmp_path: Path, monkeypatch
     assert jobs.left_behind(spec) == []
 
 
+def test_a_port_that_somebody_takes_before_the_teardown_ends_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # decode needs half a second to die, the router's port is free long before
+    tight = "from runners import roles; roles.ROLE_GRACE_S = 0.5; roles.PORT_RELEASE_S = 0.5; "
+    monkeypatch.setattr(jobs, "RUN_TIGHT", tight + jobs.RUN_TIGHT)
+    spec = make_job(tmp_path, flags={"decode-0": ("--deaf",)})
+    port = int(spec.resolve("@port:router-0:http@"))
+    with orchestrator(spec) as process, socket.socket() as squatter:
+        squatter.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        wait_for((spec.job_dir() / "points" / "ok" / "result.json").exists, 20)
+        wait_for(lambda: binds(squatter, port), 20)
+        squatter.listen()
+        process.wait(20)
+        outcome = outcome_of(spec)
+        squatter.close()
+    assert (outcome.outcome, outcome.code) == ("failed", JobCode.TEARDOWN_INCOMPLETE)
+    assert f"port 127.0.0.1:{port} of router-0" in outcome.message
+    assert statuses(outcome) == {"ok": "produced"}, "results that are there stay"
+
+
+def binds(listener: socket.socket, port: int) -> bool:
+    try:
+        listener.bind(("127.0.0.1", port))
+    except OSError:
+        return False
+    return True
+
+
+def test_a_defect_of_the_program_ends_the_job_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    broken = "from runners import canary; canary.run_canary = lambda *_: 1 / 0; "
+    monkeypatch.setattr(jobs, "RUN_TIGHT", broken + jobs.RUN_TIGHT)
+    spec = make_job(tmp_path)
+    outcome = run_job(spec)
+    assert (outcome.outcome, outcome.code) == ("failed", JobCode.INTERNAL)
+    assert "ZeroDivisionError" in outcome.message
+    assert statuses(outcome) == {"ok": "not_run"}
+    assert jobs.left_behind(spec) == []
+
+
 def test_taken_port_names_role_port_and_holder(tmp_path: Path) -> None:
     spec = make_job(tmp_path)
     port = int(spec.resolve("@port:prefill-0:http@"))

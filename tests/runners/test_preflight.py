@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,13 @@ def test_all_codes_of_verdicts_handoffs_and_jobs_are_registered() -> None:
         assert (ended is None) == (end == JobCode.COMPLETED)
         if ended is not None:
             assert ended.code == f"job-{end.value.replace('_', '-')}" and ended.where == "prefill-0 on node 1"
+
+
+def test_every_end_of_a_job_is_provoked_where_jobs_run() -> None:
+    files = [path for folder in ("runners", "slurm") for path in (REPO / "tests" / folder).rglob("test_*.py")]
+    text = "\n".join(path.read_text() for path in files if path != Path(__file__))
+    told = {code: rf"JobCode\.{code.name}\b|\"{code.value}\"" for code in JobCode}
+    assert [code.name for code, pattern in told.items() if not re.search(pattern, text)] == []
 
 
 @pytest.mark.parametrize("kind", [ReasonCode, HandoffCode])

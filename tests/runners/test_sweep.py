@@ -13,8 +13,10 @@ from typing import Any
 import pytest
 
 from runners import changelog
-from runners.outcome import JobCode, Outcome, PointOutcome
+from runners.fleet import merge
+from runners.outcome import INFRASTRUCTURE, JobCode, Outcome, PointOutcome
 from runners.progress import PlainProgress
+from runners.slurm import SlurmState
 from runners.sweep import exit_status, write_report
 from tests.runners import jobs
 from tests.runners.jobs import make_job, outcome_of, sweeper, wait_for_point
@@ -35,6 +37,17 @@ def test_valid_run_exits_0_with_rows_and_one_changelog_entry(tmp_path: Path) -> 
     assert records[-1]["status"] == 0
     run_events = (tmp_path / "results" / "run" / "events.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in run_events] == records
+
+
+def test_a_preempted_job_is_not_taken_for_one_that_somebody_interrupted(tmp_path: Path) -> None:
+    spec = make_job(tmp_path)
+    point = PointOutcome("ok", "failed", message="cut short by the end of the job")
+    # All that the job itself sees of it.
+    told = Outcome("interrupted", JobCode.INTERRUPTED, "told to stop (SIGTERM)", (point,))
+    outcome = merge(spec, told, SlurmState("7", "PREEMPTED", "Preempted"), None)
+    assert (outcome.outcome, outcome.code) == ("failed", JobCode.PREEMPTED)
+    assert outcome.code in INFRASTRUCTURE, "it is tried again"
+    assert "SIGTERM" in outcome.message and outcome.points == (point,)
 
 
 def test_invalid_point_exits_1_and_is_counted(tmp_path: Path) -> None:
