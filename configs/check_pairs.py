@@ -47,7 +47,8 @@ def _check_tilert(entry: MatrixEntry, args: TilertDecodeArgs, cluster: Cluster |
         findings.append(Finding((*at, "senders"), message, "Write senders: 1.", code="senders-with-host-buffer"))
     if entry.kv_p2p_transfer == "nixl" and args.senders != 1:
         message = "TileRT's NIXL transport keeps one device id for all senders."
-        findings.append(Finding((*at, "senders"), message, "Write senders: 1.", code="nixl-with-shards"))
+        hint = "Write senders: 1, or kv-p2p-transfer: mooncake."
+        findings.append(Finding((*at, "senders"), message, hint, code="nixl-with-shards"))
     for space in spaces(entry):
         if space.entry.spec_decoding != "mtp":
             message = "TileRT's wire format carries the MTP layer: its handshake refuses a prefill without."

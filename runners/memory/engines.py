@@ -151,14 +151,18 @@ def _conversion(role: Role, mode: BufferMode, rank: int, resident: int) -> tuple
     if rank > 0 and mode != "shards":
         return (), None
     per_token = cache.convert_token_bytes(role.shape, mode)
-    how = "8 buffers of 1/8 on the GPUs" if mode == "cpu" else "a decode that takes layers over one by one"
+    how = (
+        "8 shards on the GPUs (senders: 8, no buffer-device)"
+        if mode == "cpu"
+        else "a decode that takes layers over one by one"
+    )
     term = Term(
         "conversion of a full prompt",
         role.tokens * per_token,
         f"context*{per_token:,} B: convert() returns all layers at once",
         "TileRT 0.1.6.post3, mla_nsa.py",
         "conversion",
-        f"bound the prompts, or use {how}",
+        f"bound the prompts (max-context-tokens, or max-model-len), or use {how}",
     )
     return (term,), max(role.device_bytes - resident, 0) // per_token if per_token else None
 
@@ -196,7 +200,7 @@ def _handoff(role: Role, mode: BufferMode, name: str, parts: int) -> Term:
     if mode == "full":
         size = cache.buffer_bytes(role.shape, dtype, role.tokens)
         formula = "layers*context*row + layers*ceil(context/64)*indexer page"
-        change = "put it into pinned host memory (buffer-device: cpu) or 8 shards (senders: 8)"
+        change = "put it into pinned host memory (buffer-device: cpu) or 8 shards (senders: 8, over mooncake)"
         return Term(f"hand-off {name} buffer", size, f"{formula}, {dtype}", SEEN, "handoff", change)
     size = cache.shard_bytes(role.shape, dtype, role.tokens, parts)
     return Term(f"hand-off {name} buffer", size, f"1/{parts} of the layers, {dtype}", SEEN, "handoff", LOWER_CONTEXT)
