@@ -2,6 +2,7 @@
 SHELL := /bin/bash
 PY := .venv/bin/python
 CONFIG ?= configs/local.yaml
+ONLY ?= smollm2*
 
 .PHONY: help setup sweep plan test lint bench lock clean
 .DEFAULT_GOAL := help
@@ -12,8 +13,8 @@ help:  ## list the targets
 setup:  ## create .venv from requirements.lock (nothing to do the second time)
 	@scripts/setup.sh
 
-sweep: setup  ## run the matrix in CONFIG (default configs/local.yaml) and write results/latest
-	@$(PY) -m runners.sweep --config $(CONFIG)
+sweep: setup  ## run the recipes ONLY of the matrix CONFIG (default: smollm2* of configs/local.yaml)
+	@$(PY) -m runners.sweep --config $(CONFIG) --only '$(ONLY)'
 
 plan: setup  ## print every process the sweep would start, with its exact command line
 	@$(PY) -m runners.sweep --config $(CONFIG) --plan

@@ -37,7 +37,7 @@ class BundledAdapter:
             # How long an OpenMP thread with nothing to do spins before it sleeps; read when torch loads. On 2 cores,
             # SmolLM2 fp32, batch 8 (2026-11-29), tokens/s on idle cores and with one core busy: the default (300000)
             # 175 and 59, sleeping at once 119 and 113, 1000 166 and 85, 3000 175 and 62.
-            env["GOMP_SPINCOUNT"] = "2000"
+            env["GOMP_SPINCOUNT"] = "1000"
         return env
 
     def readiness(self, context: RoleContext) -> Readiness:
