@@ -1,16 +1,30 @@
-"""Real generations through the front door before anything is measured: the only readiness that counts."""
+"""Real generations through the front door before anything is measured: the only readiness that counts.
+
+    python -m runners.canary --spec JOB/spec.json
+
+They are greedy and kept in the job's canary.json, token ids included where the engine tells them: two runs of a recipe
+that serve the same model say the same, on whatever site they ran.
+"""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 
-from configs.job import CanarySpec
-from runners.outcome import JobCode, JobFailure
+from configs.job import CanarySpec, JobSpec
+from runners.outcome import JobCode, JobFailure, write_json
+
+RECORD = "canary.json"
+# Engines whose decode answers vLLM's return_token_ids; another might refuse a field that it does not know.
+TELLS_TOKEN_IDS = frozenset({"vllm", "bundled"})
 
 QUESTIONS = (
     "Name the capital of France.",
@@ -25,18 +39,28 @@ RETRYABLE_STATUS = frozenset({429, 500, 502, 503, 504})
 
 @dataclass(frozen=True)
 class Generation:
-    """One checked answer."""
+    """One checked answer. ``token_ids`` are None where the engine does not tell them."""
 
+    question: str
     text: str
     output_tokens: int
     finish_reason: str
+    token_ids: tuple[int, ...] | None = None
 
 
 class NotYet(Exception):
     """No answer this time; the text says why."""
 
 
-async def run_canary(url: str, model: str, canary: CanarySpec) -> list[Generation]:
+async def prove(spec: JobSpec) -> list[Generation]:
+    """The job's canary, kept in its canary.json. Raises JobFailure(CANARY_FAILED)."""
+    engines = {process.engine for process in spec.processes if process.role in ("decode", "aggregated")}
+    answers = await run_canary(spec.router_url(), spec.model_id, spec.canary, token_ids=engines <= TELLS_TOKEN_IDS)
+    write_json(spec.job_dir() / RECORD, [asdict(answer) for answer in answers])
+    return answers
+
+
+async def run_canary(url: str, model: str, canary: CanarySpec, *, token_ids: bool = False) -> list[Generation]:
     """``canary.requests`` checked greedy generations, the first question asked twice and answered alike.
 
     Raises JobFailure(CANARY_FAILED): no answer before the deadline (with the last reason), an answer that is not a
@@ -47,45 +71,50 @@ async def run_canary(url: str, model: str, canary: CanarySpec) -> list[Generatio
     answers: list[Generation] = []
     async with aiohttp.ClientSession() as session:
         for question in asked:
-            answers.append(await _ask_until(session, url, model, question, canary.max_tokens, deadline))
-    if answers[0].text != answers[1].text:
+            body = _body(model, question, canary.max_tokens, token_ids)
+            answers.append(await _ask_until(session, url, question, body, deadline))
+    if answers[0] != answers[1]:
         raise JobFailure(
             JobCode.CANARY_FAILED,
-            f"two greedy answers to one question differ: {answers[0].text!r} and {answers[1].text!r}; "
+            f"two greedy answers to one question differ: {_shown(answers[0])} and {_shown(answers[1])}; "
             "the KV cache that decode reads is not the one that prefill computed, or a kernel is not deterministic",
         )
     return answers
 
 
+def _shown(answer: Generation) -> str:
+    return repr(answer.text) + (f" {list(answer.token_ids)}" if answer.token_ids else "")
+
+
 async def _ask_until(
-    session: aiohttp.ClientSession, url: str, model: str, question: str, max_tokens: int, deadline: float
+    session: aiohttp.ClientSession, url: str, question: str, body: dict[str, Any], deadline: float
 ) -> Generation:
     reason = "nothing was asked"
     while (left_s := deadline - time.monotonic()) > 0:
         try:
-            return await _ask(session, url, model, question, max_tokens, left_s)
+            return await _ask(session, url, question, body, left_s)
         except NotYet as error:
             reason = str(error)
         await asyncio.sleep(min(RETRY_S, max(0.0, deadline - time.monotonic())))
     raise JobFailure(JobCode.CANARY_FAILED, f"no generation through {url} before the deadline; last: {reason}")
 
 
+def _body(model: str, question: str, max_tokens: int, token_ids: bool) -> dict[str, Any]:
+    messages = [{"role": "user", "content": question}]
+    body = {"model": model, "messages": messages, "max_tokens": max_tokens, "temperature": 0}
+    return body | ({"return_token_ids": True} if token_ids else {})
+
+
 async def _ask(
-    session: aiohttp.ClientSession, url: str, model: str, question: str, max_tokens: int, timeout_s: float
+    session: aiohttp.ClientSession, url: str, question: str, body: dict[str, Any], timeout_s: float
 ) -> Generation:
-    body = {
-        "model": model,
-        "messages": [{"role": "user", "content": question}],
-        "max_tokens": max_tokens,
-        "temperature": 0,
-    }
     try:
         async with session.post(
             f"{url}/v1/chat/completions", json=body, timeout=aiohttp.ClientTimeout(total=timeout_s)
         ) as response:
             status, text = response.status, (await response.text())[:2000]
             if status == 200:
-                return check_generation(await response.json(content_type=None), max_tokens)
+                return check_generation(question, await response.json(content_type=None), body["max_tokens"])
     except TimeoutError as error:
         raise NotYet(f"no answer within {timeout_s:.0f} s") from error
     except (aiohttp.ClientError, ValueError) as error:
@@ -95,7 +124,7 @@ async def _ask(
     raise JobFailure(JobCode.CANARY_FAILED, f"{url} refused a canary generation with HTTP {status}: {text}")
 
 
-def check_generation(answer: Any, max_tokens: int) -> Generation:
+def check_generation(question: str, answer: Any, max_tokens: int) -> Generation:
     """The generation in a chat completion. Raises JobFailure(CANARY_FAILED) saying what is wrong with it."""
     try:
         choice = answer["choices"][0]
@@ -117,4 +146,21 @@ def check_generation(answer: Any, max_tokens: int) -> Generation:
         problem = f"ended by length after {output_tokens} of {max_tokens} tokens"
     if problem:
         raise JobFailure(JobCode.CANARY_FAILED, f"a canary answer {problem}: {text[:200]!r}")
-    return Generation(text, output_tokens, finish_reason)
+    ids = choice.get("token_ids")
+    return Generation(question, text, output_tokens, finish_reason, None if ids is None else tuple(ids))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Exit status 0 when the servers of the job answer as they should, 1 with the reason on stderr."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--spec", type=Path, required=True, help="spec.json of a job whose servers run")
+    try:
+        asyncio.run(prove(JobSpec.read(parser.parse_args(argv).spec)))
+    except JobFailure as failure:
+        print(f"error: {failure.code}: {failure.message}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

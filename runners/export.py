@@ -142,8 +142,12 @@ def _lines(spec: JobSpec) -> Iterator[str]:
         )
         yield f'ready {process.name} "{url}" {int(process.readiness.timeout_s)}'
     yield ""
-    yield "# --- the points; each writes points/<id>/result.json with a verdict"
     yield 'cd "$JOB"; export PYTHONPATH=$REPO; failed=0'
+    yield "# --- real greedy generations through the front door: canary.json holds their tokens"
+    yield '"$PYTHON" -m runners.canary --spec "$JOB/spec.json"'
+    yield "alive"
+    yield ""
+    yield "# --- the points; each writes points/<id>/result.json with a verdict"
     for point in spec.points:
         arguments = f'--spec "$JOB/spec.json" --point {shlex.quote(point.id)}'
         yield f'timeout {int(points.deadline_s(point))} "$PYTHON" -m {points.MODULES[point.scenario]} {arguments} \\'

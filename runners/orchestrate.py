@@ -123,7 +123,7 @@ class Job:
         with self._stage("ready"):
             await self.roles.wait_ready()
         with self._stage("canary"):
-            await canary.run_canary(self.spec.router_url(), self.spec.model_id, self.spec.canary)
+            await canary.prove(self.spec)
         for point in remaining:
             self.outcomes[point.id] = PointOutcome(point.id, "failed", message="cut short by the end of the job")
             points.set_aside(self.spec.job_dir(), point.id)

@@ -52,6 +52,8 @@ class Handler(BaseHTTPRequestHandler):
             self.reply(404, {"error": {"message": "no such model"}})
             return
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "length"}
+        if request.get("return_token_ids"):
+            choice["token_ids"] = list(range(request["max_tokens"]))
         self.reply(200, {"choices": [choice], "usage": {"completion_tokens": request["max_tokens"]}})
 
     def reply(self, status: int, body: Any) -> None:

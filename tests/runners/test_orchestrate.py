@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -26,6 +27,9 @@ def test_healthy_job_produces_every_point_and_leaves_nothing(tmp_path: Path) -> 
     assert (outcome.outcome, outcome.code) == ("completed", JobCode.COMPLETED)
     assert [(point.status, point.valid) for point in outcome.points] == [("produced", True), ("produced", False)]
     assert jobs.left_behind(spec) == []
+    answers = json.loads((spec.job_dir() / "canary.json").read_text())
+    assert [answer["question"] for answer in answers] == ["Name the capital of France."] * 2
+    assert answers[0]["token_ids"] == list(range(spec.canary.max_tokens))
 
 
 def test_roles_start_decode_first_and_stages_are_recorded_in_order(tmp_path: Path) -> None:
@@ -249,7 +253,7 @@ def binds(listener: socket.socket, port: int) -> bool:
 
 
 def test_a_defect_of_the_program_ends_the_job_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    broken = "from runners import canary; canary.run_canary = lambda *_: 1 / 0; "
+    broken = "from runners import canary; canary.run_canary = lambda *_, **__: 1 / 0; "
     monkeypatch.setattr(jobs, "RUN_TIGHT", broken + jobs.RUN_TIGHT)
     spec = make_job(tmp_path)
     outcome = run_job(spec)
