@@ -17,6 +17,7 @@ import signal
 import sys
 import time
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 
 import orjson
@@ -27,9 +28,10 @@ from serve.openai import RequestError, answer_from_prefill, read_first_token
 from serve.router.body import Generation
 from serve.router.envelope import WISH, EnvelopeDecode, read_envelope
 from serve.router.errors import BackendLost, BackendSilent
-from serve.router.exchange import Exchange
+from serve.router.exchange import Exchange, Request
 from serve.router.fleet import Backend, Decode, Fleet
 from serve.router.hop import hop_request
+from serve.router.ledger import PromptLedger
 from serve.router.listener import HttpServer, Limits
 from serve.router.relay import Relay, passed_headers
 from serve.router.stages import RouterMetrics, StageLog, StageRecord
@@ -46,6 +48,7 @@ SHUTDOWN_GRACE_S = 2.0
 # A decode that answers its probes may take this many deadlines for an answer that is not streamed.
 PATIENCE = 10
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
+SESSION_HEADER = b"x-session-id"
 
 
 class Router:
@@ -66,6 +69,7 @@ class Router:
         self.deadline_s = deadline_s
         self.stage_log = stage_log or StageLog(None)
         self.metrics = RouterMetrics(fleet)
+        self.ledger = PromptLedger()
         self._aborts: set[asyncio.Task[None]] = set()
         self._started_s = int(time.time())
         self._routes = {
@@ -97,6 +101,7 @@ class Router:
         request_id = _request_id(request.header(b"x-request-id"))
         exchange.extra_headers.append((b"x-request-id", request_id.encode()))
         record = StageRecord(request_id, request.began, request.began_epoch_s)
+        record.session_id = session_of(request)
         try:
             await self.serve(exchange, Generation.parse(request.path, request.body), record)
         except RequestError as error:
@@ -190,6 +195,7 @@ class Router:
                     return
                 first = read_first_token(generation.endpoint, answer.body)
                 record.prompt_tokens = len(first.prompt_token_ids)
+                self.note_prompt(record, first.prompt_token_ids)
                 if first.finish_reason != "length":
                     reason = f"the first token ended the answer ({first.finish_reason})"
                     self.answer(exchange, generation, answer, record)
@@ -220,6 +226,15 @@ class Router:
                 return
             body = generation.decode_body(read_envelope(answer.body))
             await self.stream(exchange, generation, decode, body, record)
+
+    def note_prompt(self, record: StageRecord, prompt_token_ids: Sequence[int]) -> None:
+        """How much of a session's prompt was sent before; only where records are kept, for it costs a look at all."""
+        if record.session_id is None or not self.stage_log.is_open:
+            return
+        prefill, sent, done = record.prefill, record.prefill_sent, record.prefill_done
+        if prefill is not None and sent is not None and done is not None:
+            known = self.ledger.note(record.session_id, prefill, prompt_token_ids, sent, done)
+            record.session_shared_tokens, record.seen_tokens = known
 
     async def first_token(self, exchange: Exchange, prefill: Backend, body: bytes, record: StageRecord) -> Collected:
         """Hop 1: prefill's whole answer, whatever its status. Raises BackendLost, BackendSilent."""
@@ -312,6 +327,12 @@ class Router:
 
     async def show_metrics(self, exchange: Exchange) -> None:
         exchange.respond(200, self.metrics.page(), [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")])
+
+
+def session_of(request: Request) -> str | None:
+    """The session that a client names in ``x-session-id``; an id that is not plain is no id."""
+    given = request.header(SESSION_HEADER)
+    return given.decode() if given is not None and _REQUEST_ID.fullmatch(given) else None
 
 
 def _request_id(given: bytes | None) -> str:

@@ -29,6 +29,9 @@ class StageRecord:
     prefill: str | None = None
     decode: str | None = None
     prompt_tokens: int | None = None
+    session_id: str | None = None
+    session_shared_tokens: int | None = None
+    seen_tokens: int | None = None
     status: int = 0
     prefill_sent: float | None = None
     prefill_done: float | None = None
@@ -53,6 +56,9 @@ class StageRecord:
             "prefill": self.prefill,
             "decode": self.decode,
             "prompt_tokens": self.prompt_tokens,
+            "session_id": self.session_id,
+            "session_shared_tokens": self.session_shared_tokens,
+            "seen_tokens": self.seen_tokens,
         }
         return orjson.dumps(record, option=orjson.OPT_APPEND_NEWLINE)
 
@@ -70,6 +76,10 @@ class StageLog:
         if path is not None:
             path.parent.mkdir(parents=True, exist_ok=True)
             self._file = path.open("ab", buffering=0)
+
+    @property
+    def is_open(self) -> bool:
+        return self._file is not None
 
     def write(self, record: StageRecord) -> None:
         if self._file is None:
