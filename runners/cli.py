@@ -43,6 +43,10 @@ Json = Annotated[bool, typer.Option("--json", help="Records on stdout, one JSON 
 ClusterName = Annotated[
     str | None, typer.Option("--cluster", metavar="NAME", help="Run on this site of configs/clusters instead.")
 ]
+Scenario = Annotated[
+    list[str] | None,
+    typer.Option("--scenario", metavar="NAME", help="Only fixed-seq-len, agentic-coding or gsm8k; repeatable."),
+]
 ChangelogPath = Annotated[
     Path | None, typer.Option("--changelog", help="Changelog file; default: perf-changelog.yaml of the repository.")
 ]
@@ -57,6 +61,11 @@ def sweep(
         Path | None, typer.Option("--resume", metavar="RUN", help="Take this run up again; the rest is as it was.")
     ] = None,
     plan_only: Annotated[bool, typer.Option("--plan", help="Print what would start, and start nothing.")] = False,
+    scenario: Scenario = None,
+    reuse: Annotated[
+        Path | None,
+        typer.Option("--reuse", metavar="RESULTS", help="Take valid points of the same fingerprint from these runs."),
+    ] = None,
     output_dir: OutputDir = Path("results"),
     changelog: ChangelogPath = None,
     json_records: Json = False,
@@ -68,7 +77,8 @@ def sweep(
         return runner.resume(resume, json_records=json_records)
     if config is None:
         raise typer.BadParameter("is required unless --resume is given", param_hint="--config")
-    options = runner.Options(config, tuple(only or ()), output_dir, changelog, json_records, cluster)
+    chosen = (tuple(only or ()), output_dir, changelog, json_records, cluster, tuple(scenario or ()), reuse)
+    options = runner.Options(config, *chosen)
     return _print_plan(options) if plan_only else runner.sweep(options)
 
 
@@ -77,13 +87,15 @@ def plan(
     config: Config,
     only: Only = None,
     cluster: ClusterName = None,
+    scenario: Scenario = None,
     output_dir: OutputDir = Path("results"),
     json_records: Json = False,
 ) -> int:
     """Print every process that a sweep would start, with its exact command line."""
     from runners.sweep import Options
 
-    return _print_plan(Options(config, tuple(only or ()), output_dir, None, json_records, cluster))
+    chosen = (tuple(only or ()), output_dir, None, json_records, cluster, tuple(scenario or ()))
+    return _print_plan(Options(config, *chosen))
 
 
 @app.command()

@@ -78,6 +78,29 @@ def select(matrix: Matrix, only: Sequence[str]) -> list[str]:
     return [key for key in keys if not only or any(fnmatch.fnmatchcase(key, pattern) for pattern in only)]
 
 
+def restrict(specs: Sequence[JobSpec], scenarios: Sequence[str]) -> tuple[JobSpec, ...]:
+    """The jobs with only the points of these scenarios (all when it is empty); a job that keeps none is left out.
+
+    Raises ExpandError for a name that is no scenario, and when no point is left."""
+    for name in scenarios:
+        if name not in CLIENTS:
+            raise ExpandError(f"--scenario '{name}' is no scenario. {suggestion(name, CLIENTS)}")
+    if not scenarios:
+        return tuple(specs)
+    kept = []
+    for spec in specs:
+        points = tuple(point for point in spec.points if point.scenario in scenarios)
+        if points:
+            narrowed = spec.model_copy(update={"points": points})
+            kept.append(narrowed.model_copy(update={"fingerprint": narrowed.computed_fingerprint()}))
+    if specs and not kept:
+        measured = sorted({point.scenario for spec in specs for point in spec.points})
+        raise ExpandError(
+            f"--scenario {' '.join(scenarios)}: no selected key measures that; they measure {', '.join(measured)}"
+        )
+    return tuple(kept)
+
+
 def job_id(spec: JobSpec) -> str:
     """Folder name of a job inside a run: <key>-<first 8 of the fingerprint>."""
     return f"{spec.key}-{spec.fingerprint[:8]}"

@@ -34,6 +34,8 @@ class Options:
     changelog: Path | None = None
     json_records: bool = False
     cluster: str | None = None
+    scenarios: tuple[str, ...] = ()
+    reuse: Path | None = None
 
 
 class PreflightError(Exception):
@@ -46,11 +48,9 @@ class PreflightError(Exception):
 
 def sweep(options: Options) -> int:
     """The whole flow. Returns the exit status; raises the typed errors of its steps before anything is started."""
-    from configs.load import load_matrix
-    from runners.expand import expand
     from runners.progress import create_progress
 
-    specs = expand(load_matrix(options.config, options.cluster), options.only)
+    specs = jobs_of(options)
     preflight(specs, options)
     bound = bind(specs, options, create=True)
     progress = create_progress(json_records=options.json_records)
@@ -62,10 +62,15 @@ def sweep(options: Options) -> int:
 
 def plan(options: Options) -> list[JobSpec]:
     """The jobs as they would be bound now; nothing is created or started."""
-    from configs.load import load_matrix
-    from runners.expand import expand
+    return bind(jobs_of(options), options, create=False)
 
-    return bind(expand(load_matrix(options.config, options.cluster), options.only), options, create=False)
+
+def jobs_of(options: Options) -> tuple[JobSpec, ...]:
+    """What the command line selects, not yet bound to a run. Raises ConfigError and ExpandError."""
+    from configs.load import load_matrix
+    from runners.expand import expand, restrict
+
+    return restrict(expand(load_matrix(options.config, options.cluster), options.only), options.scenarios)
 
 
 def preflight(specs: Sequence[JobSpec], options: Options) -> list[Finding]:
@@ -226,6 +231,10 @@ def execute(specs: Sequence[JobSpec], options: Options, progress: Progress) -> i
 
     assert specs[0].run is not None
     run_dir, started = Path(specs[0].run.run_dir), time.monotonic()
+    if options.reuse is not None:
+        from runners.reuse import take
+
+        take(specs, options.reuse, progress.note)
     become_subreaper()
     outcomes: list[Outcome] = []
     with EventLog(run_dir / "events.jsonl") as log:
