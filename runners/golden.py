@@ -8,40 +8,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
-from pydantic import Field, ValidationError
-from ruamel.yaml import YAML
-from ruamel.yaml.error import YAMLError
-
-from configs.base import Strict
-
-CURVES = Path(__file__).resolve().parent.parent / "golden_al_distribution"
-ThinkingMode = Literal["thinking-on", "thinking-off"]
+from configs import curve as curve_files
+from configs.curve import CURVES, Curve, ThinkingMode
 
 
 class GoldenError(ValueError):
     """There is no such acceptance length; the message says which file or cell is missing."""
-
-
-class Provenance(Strict):
-    """Where a curve comes from."""
-
-    status: Literal["measured", "provisional"] = Field(description="provisional: not measured on this very model.")
-    source: str = Field(min_length=1, description="Run, publication or file the figures come from.")
-    dataset: str = Field(min_length=1, description="Prompts the acceptance was measured on.")
-    output_tokens: int = Field(gt=0, description="Output length of each request of the measurement, in tokens.")
-    note: str = Field(default="", description="What a reader must know besides.")
-
-
-class Curve(Strict):
-    """One file: mean acceptance length by thinking mode and draft depth."""
-
-    schema_version: Literal[1] = Field(alias="schema", description="Version of this file's format.")
-    model: str = Field(min_length=1, description="Model prefix, as in configs/models.")
-    method: Literal["mtp", "draft_model", "ngram", "eagle3", "dspark"] = Field(description="How drafts are proposed.")
-    provenance: Provenance = Field(description="Where the figures come from.")
-    curves: dict[ThinkingMode, dict[int, float]] = Field(min_length=1, description="Draft depth to mean length.")
 
 
 @dataclass(frozen=True)
@@ -56,20 +29,11 @@ class GoldenLength:
 
 
 def read_curve(path: Path) -> Curve:
-    """Reads and checks one file: depths are 1 to 16, lengths lie in [1, depth + 1]. Raises GoldenError."""
+    """`configs.curve.read_curve`, but raises GoldenError."""
     try:
-        curve = Curve.model_validate(YAML(typ="safe").load(path.read_text()))
-    except FileNotFoundError:
-        raise GoldenError(f"no acceptance curve {path}; curves: {_names(path.parent)}") from None
-    except (YAMLError, ValidationError) as error:
-        raise GoldenError(f"{path}: {error}") from None
-    if path.stem != f"{curve.model}_{curve.method}":
-        raise GoldenError(f"{path}: the file says {curve.model}_{curve.method}; name and content must agree")
-    for thinking, cells in curve.curves.items():
-        for depth, length in cells.items():
-            if not (1 <= depth <= 16 and 1 <= length <= depth + 1):
-                raise GoldenError(f"{path}: {thinking} depth {depth}: length {length} is not within [1, depth + 1]")
-    return curve
+        return curve_files.read_curve(path)
+    except curve_files.CurveError as error:
+        raise GoldenError(str(error)) from None
 
 
 def lookup(
@@ -99,7 +63,3 @@ def position_rates(target_length: float, draft_depth: int) -> tuple[float, ...]:
     whole = int(target_length - 1)
     rates = [1.0] * whole + [round(target_length - 1 - whole, 12)] + [0.0] * draft_depth
     return tuple(rates[:draft_depth])
-
-
-def _names(folder: Path) -> str:
-    return ", ".join(sorted(path.stem for path in folder.glob("*.yaml"))) or "none"

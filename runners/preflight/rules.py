@@ -6,10 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from benchmarks import ingest
+from configs.curve import CURVES
 from configs.job import JobSpec
 from configs.traces import CORPUS_OF_MODEL
 from runners.finding import Finding
-from runners.golden import CURVES, GoldenError, read_curve
+from runners.golden import GoldenError, read_curve
 from runners.preflight.registry import At, Context, check, check_job, error, warning
 
 OPEN_ENGINES = ("vllm", "sglang")

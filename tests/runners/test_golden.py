@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runners.golden import CURVES, GoldenError, lookup, position_rates, read_curve
+from configs.curve import CURVES
+from runners.golden import GoldenError, lookup, position_rates, read_curve
 
 
 def test_glm52_depth_three_is_the_published_length() -> None:
