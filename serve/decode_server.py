@@ -31,6 +31,7 @@ EXIT_START_FAILED = 1
 EXIT_ENGINE_FAILED = 3
 BACKLOG = 1024
 CLOSE_TIMEOUT_S = 2.0
+KV_DTYPES = ("float32", "bfloat16", "fp8")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -45,7 +46,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--control-port", type=_port, default=0, help="hand-off control port, 0 for any (default)")
     p.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="weights and compute")
     p.add_argument(
-        "--kv-dtype", default=None, choices=["float32", "bfloat16"], help="KV on the wire (default: --dtype)"
+        "--kv-dtype", default=None, choices=KV_DTYPES, help="KV on the wire, fp8 also in the cache (default: --dtype)"
     )
     p.add_argument("--device", default="cpu", help="torch device of the engine (default %(default)s)")
     p.add_argument("--threads", type=_positive, default=2, help="CPU threads of the engine (default %(default)s)")
@@ -224,6 +225,7 @@ def _bundled_engine(options: argparse.Namespace) -> DecodeEngine:
         threads=options.threads,
         device=options.device,
         speculation=speculation_of(options),
+        kv_dtype=options.kv_dtype,
     )
 
 

@@ -15,7 +15,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from serve.decode_server import _exit_now, _natural, _port, _positive, _seconds, _version, serve_until_stopped
+from serve.decode_server import (
+    KV_DTYPES,
+    _exit_now,
+    _natural,
+    _port,
+    _positive,
+    _seconds,
+    _version,
+    serve_until_stopped,
+)
 
 if TYPE_CHECKING:
     from serve.prefill.service import PrefillService
@@ -29,7 +38,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--host", default="127.0.0.1", help="address to bind and to advertise (default %(default)s)")
     p.add_argument("--port", type=_port, default=8100, help="HTTP port, 0 for any (default %(default)s)")
     p.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="weights and compute")
-    p.add_argument("--kv-dtype", default=None, choices=["float32", "bfloat16"], help="KV on the wire (default --dtype)")
+    p.add_argument(
+        "--kv-dtype", default=None, choices=KV_DTYPES, help="KV on the wire, fp8 also in the cache (default: --dtype)"
+    )
     p.add_argument("--device", default="cpu", help="torch device (default %(default)s)")
     p.add_argument("--threads", type=_positive, default=2, help="CPU threads (default %(default)s)")
     p.add_argument("--max-model-len", type=_positive, default=2048, help="longest prompt, in tokens")
@@ -85,7 +96,15 @@ async def start(options: argparse.Namespace) -> PrefillService:
 
     def load() -> PrefillWorker:
         device = torch.device(options.device)
-        loaded = load_model(options.model, options.dtype, options.max_model_len, options.threads, device, speculation)
+        loaded = load_model(
+            options.model,
+            options.dtype,
+            options.max_model_len,
+            options.threads,
+            device,
+            speculation,
+            kv_dtype,
+        )
         worker = PrefillWorker(
             loaded,
             speculation,

@@ -290,8 +290,10 @@ def create_engine(
     threads: int,
     device: str = "cpu",
     speculation: Speculation | None = None,
+    kv_dtype: str | None = None,
 ) -> TorchEngine:
-    """Loads a Hugging Face checkpoint directory. ``threads`` is torch's thread count, which is process-wide.
+    """Loads a Hugging Face checkpoint directory. ``threads`` is torch's thread count, which is process-wide;
+    ``kv_dtype`` fp8 quantizes the KV cache, anything else keeps it in ``dtype``.
 
     Raises ValueError (CheckpointError included) for a checkpoint or a size that cannot be served.
     """
@@ -299,7 +301,7 @@ def create_engine(
         if value < 1:
             raise ValueError(f"{name} must be at least 1, not {value}")
     target = torch.device(device)
-    model = load_model(model_dir, dtype, max_model_len, threads, target, speculation)
+    model = load_model(model_dir, dtype, max_model_len, threads, target, speculation, kv_dtype)
     return TorchEngine(
         model,
         eos_token_ids=eos_token_ids(model_dir),
@@ -312,7 +314,13 @@ def create_engine(
 
 
 def load_model(
-    model_dir: Path, dtype: str, max_model_len: int, threads: int, device: torch.device, speculation: Speculation | None
+    model_dir: Path,
+    dtype: str,
+    max_model_len: int,
+    threads: int,
+    device: torch.device,
+    speculation: Speculation | None,
+    kv_dtype: str | None = None,
 ) -> DecoderModel:
     """The checkpoint's model, with its MTP layer when ``speculation`` drafts by it. Raises ValueError."""
     if dtype not in TORCH_DTYPES:
@@ -327,7 +335,7 @@ def load_model(
     torch.set_num_threads(threads)
     positions = max_model_len + (0 if speculation is None else speculation.depth)
     with torch.inference_mode(), Checkpoint(model_dir) as checkpoint:
-        return create_model(config, checkpoint, TORCH_DTYPES[dtype], device, positions, mtp=mtp)
+        return create_model(config, checkpoint, TORCH_DTYPES[dtype], device, positions, mtp=mtp, kv_dtype=kv_dtype)
 
 
 def eos_token_ids(model_dir: Path) -> frozenset[int]:

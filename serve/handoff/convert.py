@@ -24,5 +24,6 @@ def layer_tensors(slot: ReceivedSlot) -> Iterator[LayerKV]:
 def _rows(slot: ReceivedSlot, plane: Plane, layer: int) -> torch.Tensor:
     if plane.rows_per_page != 1 or plane.stride_bytes != plane.row_bytes:
         raise ValueError(f"plane {plane.name} is paged: read its pages with slot.array()")
-    rows = torch.from_numpy(slot.array(plane.name, layer)).view(getattr(torch, plane.dtype))
-    return rows.view(slot.tokens, *plane.row_shape)
+    # Quantized rows have no dtype of torch's: they stay bytes.
+    dtype = getattr(torch, plane.dtype, torch.uint8)
+    return torch.from_numpy(slot.array(plane.name, layer)).view(dtype).view(slot.tokens, *plane.row_shape)

@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from serve.handoff.rows import FP8, INDEX_DTYPE, LATENT_DTYPE, Fp8Row
+
 BLOCK_ALIGNMENT = 64
 LAYOUT_VERSION = 1
 
@@ -26,6 +28,9 @@ DTYPE_BYTES: Mapping[str, int] = {
     "float8_e4m3fn": 1,
     "float8_e5m2": 1,
     "uint8": 1,
+    # Rows of bytes whose inner order the name stands for, see rows.py.
+    LATENT_DTYPE: 1,
+    INDEX_DTYPE: 1,
 }
 
 LLAMA_FAMILY = frozenset({"llama", "mistral", "qwen2", "qwen3"})
@@ -123,13 +128,19 @@ class KVLayout:
 
         Llama family: planes k, v with rows (kv_heads, head_dim), k after rope. MLA family: planes latent
         (kv_lora_rank,) and rope (qk_rope_head_dim,), and with sparse attention index_k (index_head_dim,) on the
-        layers that select for themselves. Raises ValueError for a family or a field it does not know.
+        layers that select for themselves. ``kv_dtype`` fp8, for the MLA family only, has one plane rows of whole
+        fp8_ds_mla rows in place of latent and rope, and index_k quantized like it (see rows.py). Raises ValueError for
+        a family, a dtype or a field it does not know.
         """
         family = hf_config.get("model_type")
         layers = tuple(range(_positive(hf_config, "num_hidden_layers") + mtp_layers))
         if mtp_layers < 0:
             raise ValueError(f"mtp_layers must not be negative, got {mtp_layers}")
         if family in LLAMA_FAMILY:
+            if kv_dtype == FP8:
+                raise ValueError(
+                    f"kv dtype fp8 is rows of latent attention; {family} has none, use bfloat16 or float32"
+                )
             heads = _positive(hf_config, "num_attention_heads")
             kv_heads = hf_config.get("num_key_value_heads") or heads
             head_dim = hf_config.get("head_dim") or _positive(hf_config, "hidden_size") // heads
@@ -137,12 +148,19 @@ class KVLayout:
             planes: tuple[Plane, ...] = (Plane("k", layers, row, kv_dtype), Plane("v", layers, row, kv_dtype))
             rope = "neox"
         elif family in MLA_FAMILY:
-            latent = (_positive(hf_config, "kv_lora_rank"),)
-            rotary = (_positive(hf_config, "qk_rope_head_dim"),)
-            planes = (Plane("latent", layers, latent, kv_dtype), Plane("rope", layers, rotary, kv_dtype))
+            latent, rotary = _positive(hf_config, "kv_lora_rank"), _positive(hf_config, "qk_rope_head_dim")
+            if kv_dtype == FP8:
+                planes = (Plane("rows", layers, (Fp8Row(latent, rotary).nbytes,), LATENT_DTYPE),)
+            else:
+                planes = (Plane("latent", layers, (latent,), kv_dtype), Plane("rope", layers, (rotary,), kv_dtype))
             if family in SPARSE_FAMILY:
                 full = (*indexer_layers(hf_config), *layers[len(layers) - mtp_layers :])
-                planes += (Plane("index_k", full, (_positive(hf_config, "index_head_dim"),), kv_dtype),)
+                dim = _positive(hf_config, "index_head_dim")
+                planes += (
+                    Plane("index_k", full, (Fp8Row(dim).nbytes,), INDEX_DTYPE)
+                    if kv_dtype == FP8
+                    else Plane("index_k", full, (dim,), kv_dtype),
+                )
             rope = "interleaved" if hf_config.get("rope_interleave", True) else "neox"
         else:
             known = ", ".join(sorted(LLAMA_FAMILY | MLA_FAMILY))

@@ -16,8 +16,8 @@ from serve.engine.models.base import DecoderModel
 from serve.engine.sampling import TokenSampler
 from serve.engine.speculative import Speculation, create_drafter
 from serve.engine.torch_engine import ChunkedPrefill
-from serve.handoff.layout import DTYPE_BYTES
 from serve.handoff.protocol import HandoffCode
+from serve.handoff.rows import FP8
 from serve.handoff.vllm_schedule import Chunk, Failure, HandoffParams, StepPlan
 from serve.handoff.vllm_worker import HandoffStreamer
 
@@ -43,11 +43,11 @@ class CachedLayer:
     hooked = False
 
     def __init__(self, model: DecoderModel, layer: int, kv_dtype: str) -> None:
-        assert kv_dtype in DTYPE_BYTES
         self.layer = layer
         self.cache: Any = None
         self._model = model
-        self._dtype = getattr(torch, kv_dtype)
+        # Quantized rows are bytes already.
+        self._dtype = torch.uint8 if kv_dtype == FP8 else getattr(torch, kv_dtype)
 
     def rows(self, chunk: Chunk) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
         """(first token, plane name -> rows) of the chunk."""

@@ -28,12 +28,15 @@ def create_model(
     max_model_len: int,
     *,
     mtp: bool = False,
+    kv_dtype: str | None = None,
 ) -> DecoderModel:
     """The model of ``config`` (config.json's content), loaded; with ``mtp`` a DraftingModel.
 
-    Raises ValueError for what no model file supports.
+    ``kv_dtype`` fp8 quantizes the rows of its KV cache; anything else keeps them in ``dtype``. Raises ValueError for
+    what no model file supports.
     """
     kind = config.get("model_type")
     if kind not in _MODELS:
         raise ValueError(f"config.json: model_type {kind!r} is not supported, only {', '.join(sorted(_MODELS))}")
-    return _MODELS[kind](config, checkpoint, dtype, device, max_model_len, mtp=mtp)
+    model = _MODELS[kind]
+    return model(config, checkpoint, dtype, device, max_model_len, mtp=mtp, kv_dtype=kv_dtype)

@@ -20,6 +20,7 @@ import torch.nn.functional as F
 
 from serve.engine.base import LayerKV
 from serve.engine.kv_cache import CachePlane, KVRegion
+from serve.engine.kv_rows import latent_rows
 from serve.engine.linear import Linear
 from serve.engine.models.base import Span, check_rows, positions
 from serve.engine.models.mtp import MtpHead
@@ -44,11 +45,10 @@ class Step:
 
 
 class DeepseekV3Model:
-    """See DecoderModel. A region holds, in each layer, rows_CX of X = R + P: the normed latent, then the rotated key.
+    """See DecoderModel. A region holds, in each layer, rows of X = R + P: the normed latent, then the rotated key.
 
-    With ``mtp`` the checkpoint's first MTP layer is loaded behind the others (see DraftingModel). Rotated keys are kept
-    with their pairs as halves; with config.json's rope_interleave the wire has them side by side (as vLLM does), and
-    inject() turns them.
+    With ``mtp`` the checkpoint's first MTP layer is loaded behind the others (see DraftingModel). How rows lie in the
+    cache and on the wire is kv_rows.py's: as they are computed, or with ``kv_dtype`` fp8 quantized.
     """
 
     def __init__(
@@ -60,6 +60,7 @@ class DeepseekV3Model:
         max_model_len: int,
         *,
         mtp: bool = False,
+        kv_dtype: str | None = None,
     ) -> None:
         if config.get("hidden_act", "silu") != "silu":
             raise ValueError(f"config.json: hidden_act {config['hidden_act']!r} is not supported, only 'silu'")
@@ -77,6 +78,7 @@ class DeepseekV3Model:
         self.scale = _attention_scale(config)
         self.dtype = dtype
         self.device = device
+        self.cached_rows = latent_rows(kv_dtype, self.latent, self.rotary, dtype, self.interleaved)
         self.rope = RotaryTable(config, self.rotary, max_model_len, dtype).to(device)
 
         def load(name: str, *shape: int, keep_float32: bool = False) -> torch.Tensor:
@@ -96,26 +98,18 @@ class DeepseekV3Model:
 
     @property
     def cache_planes(self) -> Sequence[CachePlane]:
-        return [CachePlane("rows", self.kv_layers, self.latent + self.rotary, self.dtype)]
+        return [CachePlane("rows", self.kv_layers, self.cached_rows.elements, self.cached_rows.dtype)]
 
     def open_cache(self, region: KVRegion) -> torch.Tensor:
-        """rows_LCX, a view of the region."""
-        return region.plane("rows").view(self.kv_layers, region.tokens, self.latent + self.rotary)
+        """Cached rows [L, C, elements], a view of the region."""
+        return region.plane("rows").view(self.kv_layers, region.tokens, self.cached_rows.elements)
 
     def inject(self, cache: torch.Tensor, kv: LayerKV, tokens: int) -> None:
-        check_rows(kv, {"latent": (tokens, self.latent), "rope": (tokens, self.rotary)}, self.kv_layers)
-        rows_TX = cache[kv.layer, :tokens]
-        rows_TX[:, : self.latent].copy_(kv.planes["latent"])
-        rope_TP = kv.planes["rope"]
-        if self.interleaved:
-            rope_TP = rope_TP.view(tokens, -1, 2).transpose(1, 2).reshape(tokens, self.rotary)
-        rows_TX[:, self.latent :].copy_(rope_TP)
+        check_rows(kv, self.cached_rows.wire(tokens), self.kv_layers)
+        self.cached_rows.receive(kv.planes, cache[kv.layer, :tokens])
 
     def extract(self, cache: torch.Tensor, layer: int, start: int, end: int) -> LayerKV:
-        latent_TR, rope_TP = cache[layer, start:end].split((self.latent, self.rotary), dim=-1)
-        if self.interleaved:
-            rope_TP = rope_TP.reshape(end - start, 2, -1).transpose(1, 2).reshape(end - start, self.rotary)
-        return LayerKV(layer, {"latent": latent_TR, "rope": rope_TP})
+        return LayerKV(layer, self.cached_rows.send(cache[layer, start:end]))
 
     def forward(self, token_ids_N: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
         step = self.begin(spans)
@@ -229,9 +223,9 @@ class DecoderLayer:
         for span, hidden_N1T in zip(step.spans, step.hidden_masks, strict=True):
             new = slice(row, row + span.count)
             row += span.count
-            cached_TX = span.cache[index, : span.start + span.count]
-            cached_TX[span.start :] = rows_NX[new]
-            mixed.append(self.attend_all(query_NHX[new], cached_TX, hidden_N1T))
+            cached = span.cache[index, : span.start + span.count]
+            self.model.cached_rows.write(rows_NX[new], cached[span.start :])
+            mixed.append(self.attend_all(query_NHX[new], self.model.cached_rows.read(cached), hidden_N1T))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def attend_all(

@@ -18,6 +18,7 @@ import torch.nn.functional as F
 
 from serve.engine.base import LayerKV
 from serve.engine.kv_cache import CachePlane, KVRegion
+from serve.engine.kv_rows import index_keys
 from serve.engine.linear import Linear
 from serve.engine.models.base import Span, check_rows
 from serve.engine.models.deepseek_v3 import DecoderLayer, DeepseekV3Model, Step
@@ -33,10 +34,10 @@ GATHERED_TOKENS = 16
 
 @dataclass(frozen=True)
 class SparseCache:
-    """A sequence's region: rows_LCX of every layer, and keys_LCD of the full layers, in the order of ``place``."""
+    """A sequence's region: rows [L, C, elements] of all layers, and keys of the full ones in the order of ``place``."""
 
-    rows_LCX: torch.Tensor
-    keys_LCD: torch.Tensor
+    rows: torch.Tensor
+    keys: torch.Tensor
 
 
 class GlmMoeDsaModel(DeepseekV3Model):
@@ -51,6 +52,7 @@ class GlmMoeDsaModel(DeepseekV3Model):
         max_model_len: int,
         *,
         mtp: bool = False,
+        kv_dtype: str | None = None,
     ) -> None:
         if not config.get("q_lora_rank"):
             raise ValueError("config.json: q_lora_rank is missing; the indexer reads the query latent")
@@ -60,38 +62,35 @@ class GlmMoeDsaModel(DeepseekV3Model):
         self.share_draft_index: bool = config.get("index_share_for_mtp_iteration", False)
         full = (*indexer_layers(config), *([config["num_hidden_layers"]] if mtp else []))
         self.place = {layer: place for place, layer in enumerate(full)}
-        super().__init__(config, checkpoint, dtype, device, max_model_len, mtp=mtp)
+        super().__init__(config, checkpoint, dtype, device, max_model_len, mtp=mtp, kv_dtype=kv_dtype)
+        self.cached_keys = index_keys(kv_dtype, self.index_dim, self.rotary, dtype, self.interleaved)
 
     def make_layer(self, config: Mapping[str, Any], load: Callable[..., torch.Tensor], layer: int) -> DecoderLayer:
         return _SparseLayer(self, config, load, layer)
 
     @property
     def cache_planes(self) -> Sequence[CachePlane]:
-        return [*super().cache_planes, CachePlane("index_k", len(self.place), self.index_dim, self.dtype)]
+        return [
+            *super().cache_planes,
+            CachePlane("index_k", len(self.place), self.cached_keys.elements, self.cached_keys.dtype),
+        ]
 
     def open_cache(self, region: KVRegion) -> Any:
-        keys_LCD = region.plane("index_k").view(len(self.place), region.tokens, self.index_dim)
-        return SparseCache(super().open_cache(region), keys_LCD)
+        keys = region.plane("index_k").view(len(self.place), region.tokens, self.cached_keys.elements)
+        return SparseCache(super().open_cache(region), keys)
 
     def inject(self, cache: Any, kv: LayerKV, tokens: int) -> None:
         planes = dict(kv.planes)
         if kv.layer in self.place:
             keys = LayerKV(kv.layer, {"index_k": planes.pop("index_k", torch.empty(0))})
-            check_rows(keys, {"index_k": (tokens, self.index_dim)}, self.kv_layers)
-            keys_TD = keys.planes["index_k"]
-            if self.interleaved:
-                keys_TD = leading_pairs_as_halves(keys_TD.t(), self.rotary).t()
-            cache.keys_LCD[self.place[kv.layer], :tokens].copy_(keys_TD)
-        super().inject(cache.rows_LCX, LayerKV(kv.layer, planes), tokens)
+            check_rows(keys, self.cached_keys.wire(tokens), self.kv_layers)
+            self.cached_keys.receive(keys.planes, cache.keys[self.place[kv.layer], :tokens])
+        super().inject(cache.rows, LayerKV(kv.layer, planes), tokens)
 
     def extract(self, cache: Any, layer: int, start: int, end: int) -> LayerKV:
-        planes = dict(super().extract(cache.rows_LCX, layer, start, end).planes)
+        planes = dict(super().extract(cache.rows, layer, start, end).planes)
         if layer in self.place:
-            keys_TD = cache.keys_LCD[self.place[layer], start:end]
-            if self.interleaved:
-                rotary_TP = keys_TD[:, : self.rotary].reshape(end - start, 2, -1).transpose(1, 2).flatten(1)
-                keys_TD = torch.cat((rotary_TP, keys_TD[:, self.rotary :]), dim=-1)
-            planes["index_k"] = keys_TD
+            planes |= self.cached_keys.send(cache.keys[self.place[layer], start:end])
         return LayerKV(layer, planes)
 
     def draft(
@@ -144,8 +143,8 @@ class _SparseLayer(DecoderLayer):
         for span, hidden_N1T in zip(step.spans, step.hidden_masks, strict=True):
             new, end = slice(row, row + span.count), span.start + span.count
             row += span.count
-            keys_TD = span.cache.keys_LCD[model.place[index], :end]
-            keys_TD[span.start :] = key_ND[new]
+            keys = span.cache.keys[model.place[index], :end]
+            model.cached_keys.write(key_ND[new], keys[span.start :])
             if end <= model.index_topk:
                 step.chosen.append(None)
                 continue
@@ -153,7 +152,7 @@ class _SparseLayer(DecoderLayer):
                 query_NID = self.index_query(latent_NQ).view(len(h_NE), model.index_heads, model.index_dim)
                 query_NID = self._rotated(query_NID, step).float()
                 weight_NI = self.head_weights(h_NE).float() * (model.index_heads * model.index_dim) ** -0.5
-            step.chosen.append(self._best(query_NID[new], weight_NI[new], keys_TD, hidden_N1T))
+            step.chosen.append(self._best(query_NID[new], weight_NI[new], model.cached_keys.read(keys), hidden_N1T))
 
     def _best(
         self,
@@ -179,22 +178,22 @@ class _SparseLayer(DecoderLayer):
         for span, hidden_N1T, chosen_NK in zip(step.spans, step.hidden_masks, step.chosen, strict=True):
             new = slice(row, row + span.count)
             row += span.count
-            cached_TX = span.cache.rows_LCX[index, : span.start + span.count]
-            cached_TX[span.start :] = rows_NX[new]
+            cached = span.cache.rows[index, : span.start + span.count]
+            self.model.cached_rows.write(rows_NX[new], cached[span.start :])
             if chosen_NK is not None and span.count <= GATHERED_TOKENS:
-                mixed.append(self._attend_chosen(query_NHX[new], cached_TX, chosen_NK, span))
+                rows_NKX = self.model.cached_rows.read(cached[chosen_NK])
+                mixed.append(self._attend_chosen(query_NHX[new], rows_NKX, chosen_NK, span))
                 continue
             if chosen_NK is not None:
                 assert hidden_N1T is not None
                 unchosen_NT = torch.ones_like(hidden_N1T[:, 0]).scatter_(1, chosen_NK, False)
                 hidden_N1T = hidden_N1T | unchosen_NT[:, None]
-            mixed.append(self.attend_all(query_NHX[new], cached_TX, hidden_N1T))
+            mixed.append(self.attend_all(query_NHX[new], self.model.cached_rows.read(cached), hidden_N1T))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
 
     def _attend_chosen(
-        self, query_NHX: torch.Tensor, cached_TX: torch.Tensor, chosen_NK: torch.Tensor, span: Span
+        self, query_NHX: torch.Tensor, rows_NKX: torch.Tensor, chosen_NK: torch.Tensor, span: Span
     ) -> torch.Tensor:
-        rows_NKX = cached_TX[chosen_NK]
         score_NHK = torch.matmul(query_NHX, rows_NKX.transpose(1, 2)).float() * self.model.scale
         if span.count > 1:
             position_N = torch.arange(span.start, span.start + span.count, device=chosen_NK.device)

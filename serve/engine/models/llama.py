@@ -19,6 +19,7 @@ from serve.engine.linear import Linear
 from serve.engine.models.base import Span, causal_mask, check_rows, positions
 from serve.engine.rope import RotaryTable, rotate
 from serve.engine.swiglu import SwiGLU
+from serve.handoff.rows import FP8
 from serve.weights.index import Checkpoint
 
 
@@ -34,7 +35,12 @@ class LlamaModel:
         max_model_len: int,
         *,
         mtp: bool = False,
+        kv_dtype: str | None = None,
     ) -> None:
+        if kv_dtype == FP8:
+            raise ValueError(
+                "an fp8 KV cache holds rows of latent attention, and llama has none; use --kv-dtype bfloat16"
+            )
         if mtp:
             raise ValueError("config.json: llama checkpoints have no MTP layer; draft by n-gram")
         if config.get("hidden_act", "silu") != "silu":

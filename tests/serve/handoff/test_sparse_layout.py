@@ -30,6 +30,18 @@ def test_glm_5_2_has_22_index_planes_with_its_mtp_layer() -> None:
     assert layout.payload_bytes(1) == 79 * 1152 + 22 * 256
 
 
+def test_fp8_rows_are_656_bytes_and_indexer_keys_132_where_an_indexer_is() -> None:
+    layout = KVLayout.from_config(GLM52, "fp8", mtp_layers=1)
+
+    assert [(plane.name, plane.row_bytes, len(plane.layers)) for plane in layout.planes] == [
+        ("rows", 656, 79),
+        ("index_k", 132, 22),
+    ]
+    assert layout.payload_bytes(1) == 79 * 656 + 22 * 132
+    assert layout.descriptor()["planes"][0]["dtype"] == "fp8_ds_mla"
+    assert layout.sha256() != KVLayout.from_config(GLM52, "bfloat16", mtp_layers=1).sha256()
+
+
 def test_without_a_schedule_every_layer_is_full() -> None:
     config = {k: v for k, v in GLM52.items() if not k.startswith("index_topk") and k != "index_skip_topk_offset"}
 
