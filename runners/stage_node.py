@@ -1,18 +1,18 @@
 """Copies a checkpoint onto this node's own disk: ``python -m runners.stage_node --source DIR --target DIR``.
 
-Two jobs may share the copy: it is made once under a lock, appears whole or not at all, and is made again when the
-source has changed since (sizes and times of its files).
+Two jobs may share the copy: it is made once under a lock, appears whole or not at all, goes on where an earlier try was
+cut short, and is made again when the source has changed since (sizes and times of its files).
 """
 
 from __future__ import annotations
 
 import argparse
 import hashlib
-import shutil
 import sys
 from pathlib import Path
 
 from serve.weights.atomic_dir import PROVENANCE, StagingError, build_directory
+from serve.weights.resumable import ChangedSource, Copier
 
 LOCK_TIMEOUT_S = 1500.0
 MARGIN_BYTES = 64 << 20
@@ -20,21 +20,37 @@ MARGIN_BYTES = 64 << 20
 
 def stage(source: Path, target: Path) -> Path:
     """``target``, a complete copy of ``source``. Raises StagingError: no room, a lock not had, a folder in the way."""
-    files = sorted(path for path in source.rglob("*") if path.is_file() and path.name != PROVENANCE)
+    files = _files(source)
     if not files:
         raise StagingError(f"{source}: no files to copy; is the shared folder mounted on this node?")
+    content = _digest(source, files)
 
     def copy(partial: Path) -> None:
+        copier = Copier(partial)
         for path in files:
-            to = partial / path.relative_to(source)
-            to.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(path, to)
+            copier.copy(path, str(path.relative_to(source)))
+        if _digest(source, _files(source)) != content:
+            raise ChangedSource(f"{source}: has changed while it was copied; try again")
+        copier.finish()
+        if copier.kept_bytes:
+            print(f"{copier.kept_bytes / 2**20:.2f} MiB of an earlier try were kept", file=sys.stderr)
 
     size_bytes = sum(path.stat().st_size for path in files)
-    identity = {"source": str(source), "content": _digest(source, files)}
-    return build_directory(
-        target, identity, copy, needed_bytes=lambda: size_bytes + MARGIN_BYTES, lock_timeout_s=LOCK_TIMEOUT_S
-    )
+    try:
+        return build_directory(
+            target,
+            {"source": str(source), "content": content},
+            copy,
+            needed_bytes=lambda: size_bytes + MARGIN_BYTES,
+            lock_timeout_s=LOCK_TIMEOUT_S,
+            resumable=True,
+        )
+    except ChangedSource as error:
+        raise StagingError(str(error)) from None
+
+
+def _files(source: Path) -> list[Path]:
+    return sorted(path for path in source.rglob("*") if path.is_file() and path.name != PROVENANCE)
 
 
 def _digest(source: Path, files: list[Path]) -> str:

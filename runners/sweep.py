@@ -228,6 +228,7 @@ def execute(specs: Sequence[JobSpec], options: Options, progress: Progress) -> i
     from runners.events import EventLog
     from runners.follow import Interruptions
     from runners.warden import become_subreaper
+    from runners.weights import fetch_all
 
     assert specs[0].run is not None
     run_dir, started = Path(specs[0].run.run_dir), time.monotonic()
@@ -242,6 +243,7 @@ def execute(specs: Sequence[JobSpec], options: Options, progress: Progress) -> i
         progress.event(
             log.write("launch", what="run", name=run_dir.name, folder=str(run_dir), jobs=len(specs), points=points)
         )
+        fetch_all(specs, progress.note)
         with Interruptions().counted() as interruptions:
             for spec, outcome in run_jobs(specs, interruptions, log, progress):
                 outcomes.append(outcome)

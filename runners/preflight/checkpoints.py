@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from configs.job import JobSpec
-from configs.model import Model, PathWeights
+from configs.model import HubWeights, Model, PathWeights
 from runners import bindings, weights
 from runners.argv import Arguments
 from runners.finding import Finding
@@ -69,7 +69,8 @@ def weights_present(spec: JobSpec, at: At) -> Iterator[Finding]:
         return  # this machine does not see the site's disks: the allocation looks
     try:
         if model.weights.format == "gguf":
-            weights.gguf_file(model)
+            from_hub = isinstance(model.weights, HubWeights)  # downloaded before a job is submitted
+            weights.gguf_file(model, weights.hub_dir(spec), must_exist=not from_hub)
         elif isinstance(model.weights, PathWeights):
             weights.check_manifest(folder, model.architecture)
     except JobFailure as reason:

@@ -1,24 +1,24 @@
 """A directory that is either complete or absent: built beside its place, fsynced, then renamed into it.
 
-The rename is the completion mark, so a killed build leaves only ``NAME.partial-<pid>``, which the next build removes.
-``provenance.json`` inside says what the content was made from; a directory made from anything else is rebuilt.
+The rename is the completion mark, so a killed build leaves only ``NAME.partial-<mark>``, which the next build removes
+or, when it can be resumed and is made from the same, continues. ``provenance.json`` inside says what the content was
+made from; a directory made from anything else is rebuilt.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
+import hashlib
 import json
 import os
 import shutil
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from serve.weights.lease import Lease, LeaseError, held
+
 PROVENANCE = "provenance.json"
-LOCK_POLL_S = 0.1
 
 
 class StagingError(RuntimeError):
@@ -33,30 +33,43 @@ def build_directory(
     needed_bytes: Callable[[], int],
     notes: Mapping[str, Any] | None = None,
     lock_timeout_s: float = 600.0,
+    resumable: bool = False,
 ) -> Path:
     """Returns ``out``, complete and made from ``identity``, calling ``build(partial)`` only when it is not so already.
 
     ``identity`` decides whether an existing directory is still right; ``notes`` go into provenance.json beside it.
+    ``resumable``: ``build`` is given what an earlier build from the same identity had left, and must check it itself.
     Raises StagingError: not enough disk, a directory in the way that this module did not write, lock not had in time.
     """
     out = out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(out.parent / f".{out.name}.lock", lock_timeout_s):
-        _remove_leftovers(out)
+    partial = out.parent / f"{out.name}.partial-{_mark(identity) if resumable else os.getpid()}"
+    with _locked(out.parent / f".{out.name}.lock", lock_timeout_s) as lease:
+        _remove_leftovers(out, keep=partial if resumable else None)
         if is_complete(out, identity):
             return out
         _refuse_foreign(out)
-        _check_disk(out.parent, needed_bytes())
-        partial = out.parent / f"{out.name}.partial-{os.getpid()}"
-        partial.mkdir()
+        partial.mkdir(exist_ok=resumable)
         try:
+            _check_disk(out.parent, needed_bytes() - _held_bytes(partial))
             build(partial)
             _write_provenance(partial, identity, notes or {})
             _sync_tree(partial)
+            lease.confirm()
             _swap(partial, out)
         finally:
-            shutil.rmtree(partial, ignore_errors=True)
+            if not resumable or not any(partial.glob("*")):
+                shutil.rmtree(partial, ignore_errors=True)
     return out
+
+
+def _mark(identity: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(dict(identity), sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _held_bytes(partial: Path) -> int:
+    """Blocks on the disk, not sizes: a file may be sparse."""
+    return sum(path.stat().st_blocks * 512 for path in partial.rglob("*") if path.is_file())
 
 
 def is_complete(directory: Path, identity: Mapping[str, Any]) -> bool:
@@ -71,30 +84,20 @@ def is_complete(directory: Path, identity: Mapping[str, Any]) -> bool:
 
 
 @contextmanager
-def _locked(path: Path, timeout_s: float) -> Iterator[None]:
-    deadline = time.monotonic() + timeout_s
-    with path.open("w") as lock:
-        while True:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except OSError as error:
-                if error.errno not in (errno.EAGAIN, errno.EACCES):
-                    raise
-                if time.monotonic() >= deadline:
-                    raise StagingError(
-                        f"{path}: another process has held the lock for {timeout_s:g} s; "
-                        "wait for it to finish, or end it, and try again"
-                    ) from None
-            time.sleep(LOCK_POLL_S)
-        yield
+def _locked(path: Path, timeout_s: float) -> Iterator[Lease]:
+    try:
+        with held(path, timeout_s) as lease:
+            yield lease
+    except LeaseError as error:
+        raise StagingError(str(error)) from None
 
 
-def _remove_leftovers(out: Path) -> None:
+def _remove_leftovers(out: Path, keep: Path | None = None) -> None:
     # The lock is ours, so whoever made these is dead or already failed.
     for pattern in ("partial", "stale"):
         for leftover in out.parent.glob(f"{out.name}.{pattern}-*"):
-            shutil.rmtree(leftover)
+            if leftover != keep:
+                shutil.rmtree(leftover)
 
 
 def _refuse_foreign(out: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import json
 import struct
@@ -10,8 +11,19 @@ from pathlib import Path
 import pytest
 
 from configs.model import Model
-from runners.weights import WeightsError, check_manifest, check_sha256, gguf_file, model_dir, wheel_file
+from runners.bindings import REPO
+from runners.weights import (
+    WeightsError,
+    check_manifest,
+    check_sha256,
+    fetch_all,
+    gguf_file,
+    model_dir,
+    stage,
+    wheel_file,
+)
 from tests.runners.jobs import MODEL_CONFIG, MODEL_PROFILE, make_job, safetensors_bytes, write_checkpoint
+from tests.serve.weights.hub_server import REPOSITORY, REVISION, hub_server
 
 MODEL = Model.model_validate(MODEL_PROFILE)
 
@@ -96,7 +108,7 @@ def test_file_with_another_sha256_is_refused(tmp_path: Path) -> None:
     right = hashlib.sha256(b"weights").hexdigest()
     common = {"source": "path", "path": str(tmp_path), "file": "model.gguf", "format": "gguf"}
     model = with_weights(**common, sha256=right, **{"converted-dtype": "float32"})
-    check_sha256(gguf_file(model), model)
+    check_sha256(gguf_file(model, tmp_path), model)
     file.write_bytes(b"other weights")
     with pytest.raises(WeightsError, match=right):
         check_sha256(file, model)
@@ -108,3 +120,25 @@ def test_model_folder_is_the_path_itself_or_a_place_in_the_cache(tmp_path: Path)
     gguf = {"source": "path", "path": "/m.gguf", "format": "gguf", "converted-dtype": "bfloat16"}
     converted = spec.model_copy(update={"model_profile": {**MODEL_PROFILE, "weights": gguf}})
     assert model_dir(converted).parts[-3:] == (".cache", "weights", "tiny-bfloat16")
+
+
+def test_checkpoint_of_a_hub_is_fetched_before_the_job_and_found_by_it(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec = make_job(tmp_path)
+    weights = {"source": "hub", "repository": REPOSITORY, "revision": REVISION, "format": "safetensors"}
+    spec = spec.model_copy(update={"model_profile": MODEL_PROFILE | {"weights": weights}})
+    spec.cluster_profile["paths"] = {"shared": str(tmp_path / "shared")}
+    assert spec.run is not None
+    spec.run.bindings.update(model=str(model_dir(spec)), repo=str(REPO))
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    notes: list[str] = []
+    with hub_server({path.name: path.read_bytes() for path in checkpoint.iterdir()}) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        fetch_all([spec, spec], notes.append)
+    assert len(notes) == 1, "one model is fetched once"
+    folder = tmp_path / "shared" / "hub" / f"tiny-{REVISION[:12]}"
+    assert asyncio.run(stage(spec)) == folder  # the hub is gone by now
+    (folder / "model.safetensors").write_bytes(b"cut short")
+    with pytest.raises(WeightsError, match="is not reached"):
+        asyncio.run(stage(spec))
