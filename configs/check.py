@@ -205,6 +205,10 @@ def _check_model_use(entry: MatrixEntry, model: Model) -> list[Finding]:
             findings.append(
                 Finding(("handoff", "pool-mib"), f"{message}: that needs {-(-need >> 20)} MiB.", code="pool-short")
             )
+        if entry.handoff.kv_dtype == "fp8" and model.architecture.attention.kind != "mla":
+            message = f"fp8 rows are those of latent attention, and {model.name} has none."
+            hint = "Write bfloat16 or float32."
+            findings.append(Finding(("handoff", "kv-dtype"), message, hint, code="kv-dtype-attention"))
     if any(space.entry.spec_decoding == "mtp" for space in spaces(entry)) and not model.architecture.mtp_layers:
         findings.append(
             Finding(

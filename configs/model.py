@@ -7,13 +7,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from configs.base import Strict
+from serve.handoff.rows import FP8, Fp8Row
 
 Precision = Literal["fp4", "mxfp4", "nvfp4", "int4", "fp8", "int8", "bf16", "fp16", "fp32"]
 TensorDtype = Literal["bfloat16", "float16", "float32"]
 KvDtype = Literal["bfloat16", "float16", "float32", "fp8"]
 Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
-KV_ITEM_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4, "fp8": 1}
+KV_ITEM_BYTES: dict[str, int] = {"bfloat16": 2, "float16": 2, "float32": 4}
 
 
 class Gqa(Strict):
@@ -24,10 +25,9 @@ class Gqa(Strict):
     kv_heads: int = Field(gt=0, description="Key and value heads.")
     head_dim: int = Field(gt=0, description="Dimension of one head.")
 
-    @property
-    def kv_values_per_token(self) -> int:
-        """Cached values of one token in one layer."""
-        return 2 * self.kv_heads * self.head_dim
+    def kv_row_bytes(self, kv_dtype: str) -> int:
+        """K and V of one token in one layer; fp8 is one byte a value."""
+        return 2 * self.kv_heads * self.head_dim * (1 if kv_dtype == FP8 else KV_ITEM_BYTES[kv_dtype])
 
 
 class Mla(Strict):
@@ -63,10 +63,18 @@ class Mla(Strict):
         freq, offset = self.index_topk_freq, self.index_topk_offset
         return tuple(layer for layer in range(layers) if max(layer - offset + 1, 0) % freq == 0)
 
-    @property
-    def kv_values_per_token(self) -> int:
-        """Cached values of one token in one layer, indexer keys left out (they are another dtype)."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
+    def kv_row_bytes(self, kv_dtype: str) -> int:
+        """Latent and rotated key of one token in one layer; fp8 is fp8_ds_mla, 656 bytes for 512 + 64 values."""
+        if kv_dtype == FP8:
+            return Fp8Row(self.kv_lora_rank, self.qk_rope_head_dim).nbytes
+        return (self.kv_lora_rank + self.qk_rope_head_dim) * KV_ITEM_BYTES[kv_dtype]
+
+    def index_key_bytes(self, kv_dtype: str) -> int:
+        """Indexer key of one token in one layer that has an indexer, in the dtype of the rows; 0 without one."""
+        dim = self.index_head_dim if self.index_topk is not None else None
+        if dim is None:
+            return 0
+        return Fp8Row(dim).nbytes if kv_dtype == FP8 else dim * KV_ITEM_BYTES[kv_dtype]
 
 
 Attention = Annotated[Gqa | Mla, Field(discriminator="kind")]
@@ -116,9 +124,17 @@ class Architecture(Strict):
         """Decoder layers that cache keys for every token; the others have linear attention."""
         return self.layers if self.linear_attention is None else self.layers // self.linear_attention.period
 
-    def kv_bytes_per_token(self, kv_dtype: str) -> int:
-        """KV cache of one token over all layers, in bytes."""
-        return self.attention_layers * self.attention.kv_values_per_token * KV_ITEM_BYTES[kv_dtype]
+    def kv_bytes_per_token(self, kv_dtype: str, *, mtp: bool = False) -> int:
+        """KV of one token over all layers as the bundled servers keep it and hand it over, in bytes.
+
+        Indexer keys count where an indexer runs; with ``mtp`` so do the MTP layers, which always run theirs.
+        """
+        extra = self.mtp_layers if mtp else 0
+        rows = (self.attention_layers + extra) * self.attention.kv_row_bytes(kv_dtype)
+        if not isinstance(self.attention, Mla):
+            return rows
+        indexed = len(self.attention.indexer_layers(self.layers)) + extra
+        return rows + indexed * self.attention.index_key_bytes(kv_dtype)
 
 
 class PypiWheelWeights(Strict):

@@ -32,6 +32,4 @@ def _bundled_decode(spec: JobSpec, process: ProcessSpec) -> list[str]:
     found = []
     if len(process.gpus) > 1:
         found.append("serve.decode_server decodes on one device")
-    if spec.handoff.kv_dtype == "fp8":
-        found.append("serve.decode_server takes no fp8 KV cache")
     return found

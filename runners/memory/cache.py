@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from runners.memory.shape import DTYPE_BYTES, PAGE_TOKENS, MemoryUnknown, Shape
+from serve.handoff.rows import LATENT_DTYPE, Fp8Row
 
 BufferMode = Literal["full", "shards", "cpu"]
 SMALL_PAGE_BYTES = 4096
@@ -33,8 +34,9 @@ def rows(shape: Shape, kv_dtype: str) -> Rows:
     fp8 has neither. Raises MemoryUnknown."""
     if kv_dtype in ("fp8", "fp8_e4m3", "fp8_e5m2"):
         item = 1
-    elif kv_dtype == "fp8_ds_mla" and shape.is_mla:
-        return Rows(shape.kv_lora + 4 * shape.kv_lora // 128, 2 * shape.rope)
+    elif kv_dtype == LATENT_DTYPE and shape.is_mla:
+        row = Fp8Row(shape.kv_lora, shape.rope)
+        return Rows(row.plain_at, row.nbytes - row.plain_at)
     elif kv_dtype in DTYPE_BYTES:
         item = DTYPE_BYTES[kv_dtype]
     else:
@@ -45,7 +47,10 @@ def rows(shape: Shape, kv_dtype: str) -> Rows:
 
 
 def token_bytes(shape: Shape, kv_dtype: str, *, mtp: bool) -> int:
-    """KV of one token over all layers as vLLM and this repository keep it: indexer keys only where an indexer runs."""
+    """KV of one token over all layers as vLLM keeps it: indexer keys only where an indexer runs, always as fp8.
+
+    What this repository's own servers keep is Architecture.kv_bytes_per_token().
+    """
     layers = shape.attention_layers + (shape.mtp if mtp else 0)
     indexed = len(shape.indexer_layers) + (shape.mtp if mtp and shape.index_dim else 0)
     return layers * rows(shape, kv_dtype).stride + indexed * shape.indexer_token_bytes

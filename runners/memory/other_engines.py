@@ -5,8 +5,9 @@ from __future__ import annotations
 from runners.memory import cache, weights
 from runners.memory.engines import ACTIVATION_BYTES, ESTIMATE, LOWER_CONTEXT, NON_TORCH_BYTES, TORCH_SLACK_BYTES
 from runners.memory.roles import Role
-from runners.memory.shape import DTYPE_BYTES, PAGE_TOKENS
+from runners.memory.shape import PAGE_TOKENS
 from runners.memory.tables import GIB, Budget, Table, Term
+from serve.handoff.rows import FP8
 
 DEFAULT_STATIC_FRACTION = 0.88
 LAYER_SPLIT_FLAGS = ("--enable-nsa-cache-layer-split", "--enable-dsa-cache-layer-split")
@@ -135,9 +136,9 @@ def bundled_tables(role: Role) -> list[Table]:
     held = weights.rank_bytes(
         shape, attention_tp=role.worker.tp, expert_ranks=role.ranks, vocab_tp=1, mtp=role.mtp, absorbed=shape.is_mla
     )
-    dtype = role.kv_dtype("--kv-dtype")
+    dtype = arena_dtype(role)
     capacity = kv_capacity_tokens(role)
-    per_token = cache.token_bytes(shape, dtype, mtp=role.mtp)
+    per_token = shape.architecture.kv_bytes_per_token(dtype, mtp=role.mtp)
     resident = (
         Term("weights", held, f"{role.ranks} ranks", ESTIMATE, "weights"),
         Term(
@@ -154,6 +155,12 @@ def bundled_tables(role: Role) -> list[Table]:
     row = cache.convert_token_bytes(shape, "cpu", streamed=True) if shape.is_mla else 0
     peak = (Term("layer in hand", role.tokens * row, "context*row of one layer", ESTIMATE, "conversion"),)
     return [Table(role.process.name, role.all_ranks, "GPU", role.device_bytes, resident, peak)]
+
+
+def arena_dtype(role: Role) -> str:
+    """What the bundled servers keep KV in: their compute dtype, unless the rows are quantized."""
+    told = role.kv_dtype("--kv-dtype")
+    return told if told == FP8 else role.kv_dtype("--dtype", default="float32")
 
 
 def kv_capacity_tokens(role: Role) -> int:
@@ -218,8 +225,8 @@ def _cpu_terms(role: Role) -> list[Term]:
         text = "VLLM_CPU_KVCACHE_SPACE"
         terms.append(Term(f"{name}: KV cache", size, text, "cpu-kv-cache-gib", "kv", "lower cpu-kv-cache-gib"))
         return terms
-    dtype = role.kv_dtype("--kv-dtype", default="float32")
-    per_token = cache.token_bytes(shape, dtype if dtype in DTYPE_BYTES else "bfloat16", mtp=role.mtp)
+    dtype = arena_dtype(role)
+    per_token = shape.architecture.kv_bytes_per_token(dtype, mtp=role.mtp)
     capacity = kv_capacity_tokens(role)
     terms.append(
         Term(

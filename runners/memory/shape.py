@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from configs.model import Architecture, Gqa, Mla, Model
+from serve.handoff.rows import Fp8Row
 
 PAGE_TOKENS = 64  # tokens of one page of indexer keys, in every engine that has them
 ITEM_BYTES = {"fp32": 4.0, "bf16": 2.0, "fp16": 2.0, "fp8": 1.0, "int8": 1.0}
@@ -46,6 +47,7 @@ class Shape:
     tied: bool
     block: tuple[int, int]
     item_bytes: float
+    architecture: Architecture
 
     @property
     def is_mla(self) -> bool:
@@ -59,12 +61,12 @@ class Shape:
     @property
     def indexer_page_bytes(self) -> int:
         """One page of indexer keys: 64 rows of fp8 values and one float32 scale for each 128 values."""
-        return PAGE_TOKENS * self.index_dim + PAGE_TOKENS * self.index_dim // 128 * 4
+        return PAGE_TOKENS * self.indexer_token_bytes
 
     @property
     def indexer_token_bytes(self) -> int:
         """Indexer key of one token in one layer: 132 B for 128 dimensions."""
-        return self.indexer_page_bytes // PAGE_TOKENS
+        return Fp8Row(self.index_dim).nbytes if self.index_dim else 0
 
     def matrix_bytes(self, rows: int, columns: int) -> int:
         """A weight matrix as stored: block-scaled fp8 with one float32 scale a block, or plain."""
@@ -119,4 +121,5 @@ def _shape(architecture: Architecture, precision: str) -> Shape:
         tied=architecture.tied_embeddings,
         block=block,
         item_bytes=ITEM_BYTES[precision],
+        architecture=architecture,
     )

@@ -9,8 +9,6 @@ from configs.job import JobSpec
 from configs.model import Mla, Model
 from runners.finding import Finding
 from runners.memory import MemoryUnknown, plan_memory
-from runners.memory.cache import token_bytes
-from runners.memory.shape import shape_of
 from runners.preflight.registry import At, check_job, declare, error
 
 OVER = error(
@@ -85,12 +83,7 @@ def pool(spec: JobSpec, at: At) -> Iterator[Finding]:
     for point in spec.points:
         longest = max(longest, getattr(point, "isl", 0) or getattr(point, "max_context_tokens", 0))
     mtp = spec.acceptance.draft_depth > 0 and isinstance(model.architecture.attention, Mla)
-    try:
-        need = min(longest, spec.max_model_len) * token_bytes(
-            shape_of(model, spec.precision), spec.handoff.kv_dtype, mtp=mtp
-        )
-    except MemoryUnknown:
-        return  # said above
+    need = min(longest, spec.max_model_len) * model.architecture.kv_bytes_per_token(spec.handoff.kv_dtype, mtp=mtp)
     for name, size in (("pool-mib", spec.handoff.pool_bytes), ("staging-mib", spec.handoff.staging_bytes)):
         if need > size:
             message = f"{name} is {size >> 20} MiB; the longest prompt, {longest} tokens, takes {-(-need >> 20)} MiB"

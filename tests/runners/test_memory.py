@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 
 from configs.load import load_matrix, load_model
-from configs.model import Model
+from configs.model import Mla, Model
 from runners.expand import expand
 from runners.memory import MemoryPlan, MemoryUnknown, Table, Term, host_bytes, plan_memory
 from runners.memory import cache as kv
 from runners.memory.shape import Shape, shape_of
 from runners.memory.tables import GIB
 from runners.memory.weights import checkpoint_bytes, rank_bytes, tilert_rank_bytes
+from serve.handoff.layout import KVLayout
 from tests.configs.recipes import write_matrix
 from tests.configs.test_check_pairs import recipe
 from tests.runners import specs
@@ -73,6 +74,27 @@ def test_the_handoff_buffer_is_the_one_that_ran_out_of_memory() -> None:
 def test_buffers_of_other_layouts(dtype: str, stride: int, tokens: int, expected_gib: float) -> None:
     assert kv.rows(shape(), dtype).stride == stride
     assert gib(kv.buffer_bytes(shape(), dtype, tokens)) == pytest.approx(expected_gib, rel=PUBLISHED)
+
+
+@pytest.mark.parametrize("mtp", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "fp8"])
+@pytest.mark.parametrize("name", ["smollm2-135m", "glm5-tiny", "glm5.1-fp8", "glm5.2-fp8"])
+def test_the_bundled_servers_bytes_are_those_of_the_hand_offs_layout(name: str, dtype: str, mtp: bool) -> None:
+    """The recipe's arithmetic and the layout that both servers derive from config.json."""
+    model = load_model(specs.CONFIGS / "models" / f"{name}.yaml").architecture
+    attention, config = model.attention, {"model_type": model.family, "vocab_size": model.vocab_size}
+    config |= {"num_hidden_layers": model.layers, "num_attention_heads": attention.heads}
+    if isinstance(attention, Mla):
+        config |= {"kv_lora_rank": attention.kv_lora_rank, "qk_rope_head_dim": attention.qk_rope_head_dim}
+        config |= {"index_head_dim": attention.index_head_dim, "index_topk_freq": attention.index_topk_freq}
+        config |= {"index_skip_topk_offset": attention.index_topk_offset}
+    else:
+        config |= {"num_key_value_heads": attention.kv_heads, "head_dim": attention.head_dim}
+        if dtype == "fp8":
+            return
+    layout = KVLayout.from_config(config, dtype, mtp_layers=model.mtp_layers if mtp else 0)
+
+    assert model.kv_bytes_per_token(dtype, mtp=mtp) == layout.payload_bytes(1)
 
 
 def test_one_of_eight_shards() -> None:
@@ -232,7 +254,7 @@ def test_bundled_decode_takes_layers_over_one_by_one() -> None:
         tilert_rocm(),
         "decode-0",
         engine="bundled",
-        argv=(*argv, "--pool-bytes", str(96 << 30), "--kv-dtype", "bfloat16", "--draft-depth", "3"),
+        argv=(*argv, "--pool-bytes", str(96 << 30), "--dtype", "bfloat16", "--draft-depth", "3"),
     )
     plan = plan_memory(spec)
     decode = table(plan, "decode-0")
