@@ -75,6 +75,13 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--allow-local-prefill", action="store_true", help="also serve requests that have no hand-off")
     p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     return p
+    p.add_argument(
+        "--held-prefix-tokens",
+        type=_natural,
+        default=0,
+        metavar="N",
+        help="tokens whose KV may stay in the pool for the next turn of their session (default: none)",
+    )
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -218,6 +225,7 @@ def _bundled_engine(options: argparse.Namespace) -> DecodeEngine:
 
     return create_engine(
         model_dir=options.model,
+        held_prefix_tokens=options.held_prefix_tokens,
         dtype=options.dtype,
         max_batch_size=options.max_batch_size,
         max_model_len=options.max_model_len,

@@ -38,7 +38,12 @@ class DecodeMetrics:
         self.inject = Histogram(
             "baton_handoff_inject_seconds", "Slot to engine cache.", buckets=_WAIT_S, registry=registry
         )
-        self.handoff_bytes = Counter("baton_handoff_bytes", "Bytes of the slots taken.", registry=registry)
+        self.handoff_bytes = Counter("baton_handoff_bytes", "KV bytes received.", registry=registry)
+        self.handoff_saved_bytes = Counter(
+            "baton_handoff_saved_bytes", "KV bytes not sent: held from an earlier turn.", registry=registry
+        )
+        self.held_hits = Counter("baton_held_prefix_hits", "Hand-offs that reused held rows.", registry=registry)
+        self.held_tokens_reused = Counter("baton_held_prefix_tokens_reused", "Held rows reused.", registry=registry)
         self.handoff_failures = Counter(
             "baton_handoff_failures", "Hand-offs that failed, by code.", ["code"], registry=registry
         )

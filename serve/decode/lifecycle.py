@@ -149,9 +149,12 @@ class Lifecycle:
         taken_ms = watch.lap_ms()
         record.verify_ms = slot.timings.get("verify_ms")
         record.wait_commit_ms = round(taken_ms - (record.verify_ms or 0.0), 3)
-        record.bytes = slot.layout.slot_bytes(slot.tokens)
+        record.bytes, record.bytes_saved, record.held_tokens = slot.received_bytes, slot.saved_bytes, slot.held_tokens
         service.metrics.handoff_wait.observe(taken_ms / 1000)
         service.metrics.handoff_bytes.inc(record.bytes)
+        service.metrics.handoff_saved_bytes.inc(record.bytes_saved)
+        service.metrics.held_tokens_reused.inc(record.held_tokens)
+        service.metrics.held_hits.inc(record.held_tokens > 0)
         if slot.tokens != len(handoff.prompt_token_ids):
             raise RequestError(
                 f"the hand-off holds {slot.tokens} tokens, prompt_token_ids has {len(handoff.prompt_token_ids)}",

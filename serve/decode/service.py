@@ -100,6 +100,12 @@ class DecodeService:
                 lambda: self.acceptance.mean_length or 0.0,
             ),
         ]
+        held = self.receiver.held
+        gauges += [
+            ("baton_held_prefix_sessions", "Sessions whose prompts' rows are held.", lambda: held.stats()["sessions"]),
+            ("baton_held_prefix_tokens", "Tokens whose rows are held.", lambda: held.tokens),
+            ("baton_held_prefix_evictions", "Held prefixes that made room.", lambda: held.events["evicted"]),
+        ]
         for name, text, read in gauges:
             self.metrics.gauge(name, text, read)
         await self.receiver.start()

@@ -32,6 +32,8 @@ class StageRecord:
     finish_reason: str | None = None
     total_ms: float | None = None
     bytes: int = 0
+    bytes_saved: int = 0
+    held_tokens: int = 0
     prompt_tokens: int = 0
     status: int | None = None
     code: str | None = None

@@ -16,7 +16,17 @@ from dataclasses import dataclass, field
 from pydantic import ValidationError
 
 from serve.handoff.control import ControlConnection
-from serve.handoff.protocol import MAX_DEADLINE_S, Abort, Commit, HandoffCode, HandoffError, Reserve, Reserved
+from serve.handoff.prefix import PREFIX_BLOCK_TOKENS
+from serve.handoff.protocol import (
+    MAX_DEADLINE_S,
+    Abort,
+    Commit,
+    HandoffCode,
+    HandoffError,
+    Prefix,
+    Reserve,
+    Reserved,
+)
 from serve.handoff.staged import StagedHandoff
 from serve.handoff.transport import Transport
 
@@ -45,6 +55,7 @@ class Carried:
     opened_s: float
     deadline_s: float
     timeout_s: float
+    prefix: Prefix | None = None
     slot: Reserved | None = None
     connection: ControlConnection | None = None
     finished_s: float | None = None
@@ -223,6 +234,7 @@ class Lane:
                 rank=carried.rank,
                 ranks=staged.ranks,
                 deadline_s=min(MAX_DEADLINE_S, max(0.001, carried.deadline_s - started)),
+                prefix=carried.prefix,
             )
         except ValidationError as error:
             raise HandoffError(HandoffCode.PROTOCOL_ERROR, f"reserve: {error.errors()[0]['msg']}") from error
@@ -242,6 +254,12 @@ class Lane:
             raise HandoffError(
                 HandoffCode.PROTOCOL_ERROR, f"the slot has {reply.bytes} bytes, the layout says {carried.nbytes}"
             )
+        if reply.held_tokens:
+            offered = carried.prefix.blocks * PREFIX_BLOCK_TOKENS if carried.prefix is not None else 0
+            if reply.held_tokens > offered:
+                message = f"decode claims to hold {reply.held_tokens} tokens of a prompt of which it knows {offered}"
+                raise HandoffError(HandoffCode.PROTOCOL_ERROR, message)
+            staged.hold(reply.held_tokens)
         carried.slot = reply
         return True
 

@@ -1,6 +1,7 @@
-"""The control messages of a hand-off, version 1: reserve, commit, abort, their replies, and the names of failures.
+"""The control messages of a hand-off, version 2: reserve, commit, abort, their replies, and the names of failures.
 
-A frame is a 4-byte big-endian length and that many bytes of UTF-8 JSON, at most MAX_FRAME_BYTES.
+A frame is a 4-byte big-endian length and that many bytes of UTF-8 JSON, at most MAX_FRAME_BYTES. Version 2 added the
+prefix of a reserve and the held_tokens of its reply.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, TypeAdapter, ValidationError, model_validator
 
-PROTOCOL_VERSION = 1
+from serve.handoff.prefix import DIGEST_CHARS, MAX_PREFIX_BLOCKS, PREFIX_BLOCK_TOKENS
+
+PROTOCOL_VERSION = 2
 MAX_FRAME_BYTES = 1 << 20
 MAX_TOKENS = 1 << 24
 MAX_RANKS = 1024
@@ -60,6 +63,8 @@ Digest = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
 BlockName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_]{1,64}/[0-9]{1,6}$")]
 Checksum = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{16}$")]
 Reason = Annotated[str, StringConstraints(max_length=2000)]
+SessionId = Annotated[str, StringConstraints(pattern=r"^[\x21-\x7e]{1,128}$")]
+DigestChain = Annotated[str, StringConstraints(pattern=r"^[0-9a-f]+$", max_length=MAX_PREFIX_BLOCKS * DIGEST_CHARS)]
 
 
 class Message(BaseModel):
@@ -68,8 +73,29 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
+class Prefix(Message):
+    """The session that a prompt continues and the digest chain of the prompt's tokens (see prefix.py)."""
+
+    session: SessionId
+    digests: DigestChain
+
+    @model_validator(mode="after")
+    def _digests_are_whole(self) -> Prefix:
+        if len(self.digests) % DIGEST_CHARS:
+            raise ValueError(f"a digest chain of {len(self.digests)} digits is not of {DIGEST_CHARS} each")
+        return self
+
+    @property
+    def blocks(self) -> int:
+        """Whole blocks of tokens that the chain covers."""
+        return len(self.digests) // DIGEST_CHARS
+
+
 class Reserve(Message):
-    """Asks for a slot. Every rank of a hand-off reserves with the same tokens, layout and ranks."""
+    """Asks for a slot. Every rank of a hand-off reserves with the same tokens, layout, ranks and prefix.
+
+    With a prefix decode may answer that it holds the first rows already, and keeps these ones for the next turn.
+    """
 
     type: Literal["reserve"] = "reserve"
     version: int = PROTOCOL_VERSION
@@ -80,26 +106,36 @@ class Reserve(Message):
     rank: int = Field(ge=0, lt=MAX_RANKS)
     ranks: int = Field(ge=1, le=MAX_RANKS)
     deadline_s: float = Field(gt=0, le=MAX_DEADLINE_S)
+    prefix: Prefix | None = None
 
     @model_validator(mode="after")
     def _rank_is_one_of_ranks(self) -> Reserve:
         if self.rank >= self.ranks:
             raise ValueError(f"rank {self.rank} is not below ranks {self.ranks}")
+        if self.prefix is not None and self.prefix.blocks * PREFIX_BLOCK_TOKENS > self.tokens:
+            raise ValueError(f"a prefix of {self.prefix.blocks} blocks is longer than {self.tokens} tokens")
         return self
 
 
 class Reserved(Message):
-    """The slot: write rows to ``address`` + layout offset over transport session ``session``."""
+    """The slot: write rows to ``address`` + layout offset over transport session ``session``.
+
+    Rows below ``held_tokens`` are there already: they are neither written nor counted nor part of a checksum.
+    """
 
     type: Literal["reserved"] = "reserved"
     generation: int = Field(ge=1)
     session: str = Field(max_length=256)
     address: int = Field(ge=0)
     bytes: int = Field(ge=1)
+    held_tokens: int = Field(default=0, ge=0)
 
 
 class Commit(Message):
-    """One rank's rows have all landed. ``bytes`` is this rank's payload, ``checksums`` xxh3_64 by "plane/layer"."""
+    """One rank's rows have all landed. ``bytes`` is this rank's payload, ``checksums`` xxh3_64 by "plane/layer".
+
+    Both are of the rows that were sent: those from the slot's ``held_tokens`` on.
+    """
 
     type: Literal["commit"] = "commit"
     handoff_id: HandoffId

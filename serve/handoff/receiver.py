@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy.typing as npt
 import xxhash
 
 from serve.handoff.arena import Arena
+from serve.handoff.held import HeldPrefixes
 from serve.handoff.layout import KVLayout
 from serve.handoff.listener import ControlListener
 from serve.handoff.pool import BufferPool
@@ -48,12 +50,23 @@ class ReceivedSlot:
         self.request_id = slot.request_id
         self.tokens = slot.tokens
         self.layout = receiver.layout
+        self.held_tokens = slot.held_tokens
         self.draft_token_ids = slot.draft_token_ids
         self.timings = timings
         self._receiver = receiver
         self._slot = slot
         self._offsets = receiver.layout.offsets(slot.tokens)
         self._released = False
+
+    @property
+    def received_bytes(self) -> int:
+        """Payload that came over the wire for this slot."""
+        return self.layout.payload_bytes(self.tokens) - self.saved_bytes
+
+    @property
+    def saved_bytes(self) -> int:
+        """Payload that did not: rows that were held here from an earlier turn."""
+        return self.layout.payload_bytes(self.held_tokens)
 
     def array(self, plane: str, layer: int) -> npt.NDArray[np.uint8]:
         """The plane-layer's bytes, [block_bytes] uint8, a view into the pool.
@@ -65,7 +78,10 @@ class ReceivedSlot:
         return self._receiver.block(self._slot, self._offsets[plane, layer], plane)
 
     def release(self) -> None:
-        """Gives the slot back; idempotent, on the receiver's event loop. No view of it may be used afterwards."""
+        """Gives the slot back; idempotent, on the receiver's event loop. No view of it may be used afterwards.
+
+        The rows of a session's prompt stay here for its next turn, as long as there is room for them.
+        """
         if not self._released:
             self._released = True
             self._receiver.release(self._slot)
@@ -75,7 +91,8 @@ class HandoffReceiver:
     """Receives hand-offs of one layout; lives on one asyncio event loop.
 
     ``control_port`` 0 picks a free port. ``quarantine_s`` is how long a slot whose writer was not heard of again is
-    kept from reuse: choose it above the transport's own progress timeout (Mooncake TCP: 30 s).
+    kept from reuse: choose it above the transport's own progress timeout (Mooncake TCP: 30 s). The rows of at most
+    ``held_prefix_tokens`` tokens of earlier prompts stay in the pool for the next turn of their session.
     """
 
     def __init__(
@@ -88,10 +105,17 @@ class HandoffReceiver:
         pool_bytes: int,
         quarantine_s: float,
         max_slots: int,
+        held_prefix_tokens: int = 0,
     ) -> None:
         self.layout = layout
         self._transport = transport
-        self._table = SlotTable(layout, BufferPool(pool_bytes), max_slots=max_slots, quarantine_s=quarantine_s)
+        self._table = SlotTable(
+            layout,
+            BufferPool(pool_bytes),
+            max_slots=max_slots,
+            quarantine_s=quarantine_s,
+            held_prefix_tokens=held_prefix_tokens,
+        )
         self._pool_bytes = pool_bytes
         self._arena: Arena | None = None
         self._host = host
@@ -99,6 +123,7 @@ class HandoffReceiver:
         self._waiting: dict[str, asyncio.Event] = {}
         self._changed = asyncio.Event()
         self._sweeper: asyncio.Task[None] | None = None
+        self._completing: set[asyncio.Task[None]] = set()
         self._verifiers = ThreadPoolExecutor(VERIFY_THREADS, thread_name_prefix="handoff-verify")
         self._closed = False
 
@@ -106,6 +131,11 @@ class HandoffReceiver:
     def control_address(self) -> str:
         """``host:port`` of the control listener. Only after start()."""
         return self._listener.address
+
+    @property
+    def held(self) -> HeldPrefixes:
+        """The rows of earlier prompts that are still here."""
+        return self._table.held
 
     async def start(self) -> None:
         """Registers the pool and listens. Raises OSError (port taken) and HandoffError (transport)."""
@@ -134,10 +164,11 @@ class HandoffReceiver:
             if self._table.writing():
                 self._arena.keep()
             self._transport.unregister(self._arena.address)
+        await asyncio.gather(*self._completing, return_exceptions=True)
         self._verifiers.shutdown(wait=True)
 
     async def take(self, handoff_id: str, *, deadline_s: float) -> ReceivedSlot:
-        """Waits at most ``deadline_s`` for the commit, verifies every plane-layer's checksum, and lends the slot.
+        """Waits at most ``deadline_s`` for the commit, completes and verifies every plane-layer, and lends the slot.
 
         Raises HandoffError: deadline_exceeded when nothing was committed in time, checksum_mismatch, or the error
         with which the sender gave up. A failed or cancelled take frees the slot (through quarantine where needed).
@@ -145,10 +176,17 @@ class HandoffReceiver:
         started = time.monotonic()
         slot = await self._committed(handoff_id, started + deadline_s, deadline_s)
         committed = time.monotonic()
+        completing = asyncio.create_task(self._complete(slot), name=f"handoff-complete-{handoff_id}")
+        self._completing.add(completing)
+        completing.add_done_callback(self._completing.discard)
         try:
-            await self._verify(slot)
-        except BaseException as error:
-            self.release(slot, error if isinstance(error, HandoffError) else None)
+            await asyncio.shield(completing)
+        except asyncio.CancelledError:
+            # A thread may be copying held rows into the slot: it is nobody else's before that has ended.
+            completing.add_done_callback(lambda done: self.release(slot, _error(done)))
+            raise
+        except HandoffError as error:
+            self.release(slot, error)
             raise
         timings = dict(slot.committed[min(slot.committed)].timings)
         timings["wait_commit_ms"] = (committed - started) * 1e3
@@ -199,16 +237,24 @@ class HandoffReceiver:
             if self._waiting.get(handoff_id) is event:
                 del self._waiting[handoff_id]
 
-    async def _verify(self, slot: Slot) -> None:
-        """Compares every plane-layer with its checksum, off the event loop (xxhash lets go of the GIL)."""
-        blocks = [
-            (f"{plane}/{layer}", self.block(slot, offset, plane))
-            for (plane, layer), offset in self.layout.offsets(slot.tokens).items()
-        ]
+    async def _complete(self, slot: Slot) -> None:
+        """Copies the held rows and compares the sent ones with their checksums, off the event loop, without the GIL."""
+        offsets = self.layout.offsets(slot.tokens)
         expected = slot.checksums
+        held_offsets = self.layout.offsets(slot.source.tokens) if slot.source is not None else {}
+        blocks = []
+        for (plane, layer), offset in offsets.items():
+            held_bytes = self.layout.plane(plane).block_bytes(slot.held_tokens)
+            block, held = self.block(slot, offset, plane), None
+            if slot.source is not None:
+                assert self._arena is not None
+                start = slot.source.offset + held_offsets[plane, layer]
+                held = self._arena.bytes[start : start + held_bytes]
+            name = f"{plane}/{layer}"
+            blocks.append(_Block(name, block[:held_bytes], held, block[held_bytes:], expected[name]))
         loop = asyncio.get_running_loop()
         shares = [
-            loop.run_in_executor(self._verifiers, _mismatches, blocks[share::VERIFY_THREADS], expected)
+            loop.run_in_executor(self._verifiers, _complete_blocks, blocks[share::VERIFY_THREADS])
             for share in range(VERIFY_THREADS)
         ]
         wrong = sorted(name for names in await asyncio.gather(*shares) for name in names)
@@ -218,6 +264,7 @@ class HandoffReceiver:
                 f"{slot.handoff_id}: {len(wrong)} of {len(blocks)} plane-layers are not what prefill sent, "
                 f"e.g. {wrong[0]}",
             )
+        self._table.completed(slot)
 
     def _answer(self, request: Request, connection: int) -> Reply:
         now = time.monotonic()
@@ -230,6 +277,7 @@ class HandoffReceiver:
                     session=self._transport.session,
                     address=self._arena.address + slot.offset,
                     bytes=self.layout.slot_bytes(slot.tokens),
+                    held_tokens=slot.held_tokens,
                 )
             if isinstance(request, Commit):
                 self._table.commit(request, connection, now)
@@ -277,5 +325,28 @@ class HandoffReceiver:
                 continue
 
 
-def _mismatches(blocks: list[tuple[str, npt.NDArray[np.uint8]]], expected: dict[str, str]) -> list[str]:
-    return [name for name, block in blocks if xxhash.xxh3_64_hexdigest(block.data) != expected[name]]
+@dataclass(frozen=True)
+class _Block:
+    """One plane-layer of a slot: ``begin`` is filled from ``held``, ``rest`` was sent and has ``checksum``."""
+
+    name: str
+    begin: npt.NDArray[np.uint8]
+    held: npt.NDArray[np.uint8] | None
+    rest: npt.NDArray[np.uint8]
+    checksum: str
+
+
+def _complete_blocks(blocks: list[_Block]) -> list[str]:
+    """The names of those whose sent rows are not what they should be."""
+    wrong = []
+    for block in blocks:
+        if block.held is not None:
+            np.copyto(block.begin, block.held)
+        if xxhash.xxh3_64_hexdigest(block.rest.data) != block.checksum:
+            wrong.append(block.name)
+    return wrong
+
+
+def _error(done: asyncio.Task[None]) -> HandoffError | None:
+    error = None if done.cancelled() else done.exception()
+    return error if isinstance(error, HandoffError) else None

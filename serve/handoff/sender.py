@@ -19,7 +19,7 @@ from serve.handoff.arena import Arena
 from serve.handoff.lane import Carried, Lane
 from serve.handoff.layout import KVLayout
 from serve.handoff.pool import BufferPool
-from serve.handoff.protocol import HandoffCode, HandoffError
+from serve.handoff.protocol import HandoffCode, HandoffError, Prefix
 from serve.handoff.staged import StagedHandoff
 from serve.handoff.transport import Transport
 
@@ -35,7 +35,8 @@ CLOSE_S = 2.5
 class Outcome:
     """How one hand-off ended. ``code`` is None when it was committed.
 
-    ``bytes`` and ``writes`` count acknowledged one-sided writes. ``timings``, in milliseconds: reserve_ms (all
+    ``bytes`` and ``writes`` count acknowledged one-sided writes, ``bytes_saved`` what decode held already, which is the
+    rows of ``held_tokens`` tokens. ``timings``, in milliseconds: reserve_ms (all
     attempts), wire_ms (sum over the write calls), total_ms (open to end), and when committed commit_ms (commit to its
     reply) and wire_tail_ms (finish() to the reply).
     """
@@ -47,6 +48,8 @@ class Outcome:
     message: str
     bytes: int
     writes: int
+    held_tokens: int = 0
+    bytes_saved: int = 0
     timings: dict[str, float] = field(default_factory=dict)
 
 
@@ -91,8 +94,11 @@ class HandoffSender:
         deadline_s: float,
         rank: int = 0,
         ranks: int = 1,
+        prefix: Prefix | None = None,
     ) -> None:
         """Takes staging for ``tokens`` and queues the reserve; never blocks.
+
+        With ``prefix`` only the rows are sent that decode does not hold from an earlier turn of the session.
 
         Raises HandoffError: staging_exhausted (retryable), too_large (never fits), duplicate_handoff (the id is being
         sent), aborted (after close()). Everything else that is wrong with the arguments shows in the outcome.
@@ -129,6 +135,7 @@ class HandoffSender:
                 opened_s=now,
                 deadline_s=now + deadline_s,
                 timeout_s=deadline_s,
+                prefix=prefix,
             )
             self._outcomes.pop(handoff_id, None)
             lane = self._lane(control_address)
@@ -167,6 +174,12 @@ class HandoffSender:
             carried, lane = self._live.get(handoff_id, (None, None))
         if carried is not None and lane is not None:
             lane.abandon(carried, reason)
+
+    def held_tokens(self, handoff_id: str) -> int:
+        """Rows from the start that need not be staged, as far as that is known yet; 0 for unknown ids."""
+        with self._lock:
+            carried, _ = self._live.get(handoff_id, (None, None))
+        return 0 if carried is None else carried.staged.held_tokens
 
     def outcome(self, handoff_id: str) -> Outcome | None:
         """How the hand-off ended; None while it runs and for ids that are unknown or long past."""
@@ -211,6 +224,8 @@ class HandoffSender:
             message="" if error is None else error.message,
             bytes=carried.bytes,
             writes=carried.writes,
+            held_tokens=staged.held_tokens,
+            bytes_saved=staged.saved_bytes,
             timings=dict(carried.timings),
         )
         with self._lock:

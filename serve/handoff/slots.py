@@ -3,6 +3,9 @@
     RESERVED --all ranks committed--> COMMITTED --take--> TAKEN --release--> free
     RESERVED --abort, deadline, writer lost--> ABORTED --every writer done, or quarantine over--> free
 
+A released slot of a session is not free but held (held.py): the next reserve of that session whose prompt begins alike
+is told so, and its slot gets those rows from the held one.
+
 A one-sided write that its writer gave up may still land (measured: a Mooncake TCP write to a stopped peer fails after
 its timeout, and bytes arrive once the peer runs again). So an ABORTED slot keeps its bytes out of the pool until each
 rank has either said that none of its bytes can land any more, or lost its control connection ``settle_s`` ago, or
@@ -16,9 +19,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from serve.handoff.held import HeldPrefix, HeldPrefixes
 from serve.handoff.layout import KVLayout
 from serve.handoff.pool import BufferPool
-from serve.handoff.protocol import Abort, Commit, HandoffCode, HandoffError, Reserve
+from serve.handoff.protocol import Abort, Commit, HandoffCode, HandoffError, Prefix, Reserve
 
 
 class SlotState(StrEnum):
@@ -49,6 +53,13 @@ class Slot:
     """rank -> when its bytes count as landed, for writers whose connection is gone."""
     committed: dict[int, Commit] = field(default_factory=dict)
     error: HandoffError | None = None
+    prefix: Prefix | None = None
+    held_tokens: int = 0
+    """Rows that no writer sends: they are copied from ``source``."""
+    source: HeldPrefix | None = None
+    """Pinned until its rows are copied or the hand-off has ended."""
+    intact: bool = False
+    """All rows are there and verified: the slot may be held after its release."""
 
     @property
     def checksums(self) -> dict[str, str]:
@@ -73,9 +84,11 @@ class SlotTable:
         quarantine_s: float,
         settle_s: float = 2.0,
         remembered: int = 4096,
+        held_prefix_tokens: int = 0,
     ) -> None:
         self.layout = layout
         self.pool = pool
+        self.held = HeldPrefixes(layout, pool, held_prefix_tokens)
         self.slots: dict[str, Slot] = {}
         self.codes: Counter[str] = Counter()
         self.events: Counter[str] = Counter()
@@ -111,7 +124,14 @@ class SlotTable:
                 f"{request.tokens} tokens need {needed} bytes, the pool holds {self.pool.capacity_bytes}: "
                 "raise --pool-bytes",
             )
-        offset = self.pool.allocate(needed) if len(self.slots) < self._max_slots else None
+        room = len(self.slots) < self._max_slots
+        source, held_tokens = self._pinned(request.prefix) if room else (None, 0)
+        offset = self.held.allocate(needed) if room else None
+        if offset is None and source is not None:
+            # The rows to be reused stand in the way of the slot that wants them: better sent again than refused.
+            self.held.unpin(source)
+            source, held_tokens = None, 0
+            offset = self.held.allocate(needed)
         if offset is None:
             raise self._refused(
                 HandoffCode.POOL_EXHAUSTED,
@@ -130,6 +150,9 @@ class SlotTable:
             expires_s=now + request.deadline_s,
             deadline_s=request.deadline_s,
             writers={request.rank: connection},
+            prefix=request.prefix,
+            held_tokens=held_tokens,
+            source=source,
         )
         self.slots[request.handoff_id] = slot
         self.events["reserved"] += 1
@@ -160,7 +183,8 @@ class SlotTable:
                 f"for example {min((claimed - self._blocks) | (claimed & set(slot.checksums)))}",
                 now,
             )
-        expected = sum(self.layout.plane(name.split("/")[0]).block_bytes(slot.tokens) for name in claimed)
+        planes = [self.layout.plane(name.split("/")[0]) for name in claimed]
+        expected = sum(plane.block_bytes(slot.tokens) - plane.block_bytes(slot.held_tokens) for plane in planes)
         if request.bytes != expected:
             raise self._fail(
                 slot, HandoffCode.SHORT_WRITE, f"rank {request.rank} wrote {request.bytes} of {expected} bytes", now
@@ -221,8 +245,14 @@ class SlotTable:
         self.events["taken"] += 1
         return slot
 
+    def completed(self, slot: Slot) -> None:
+        """The TAKEN slot's held rows are copied and the others verified."""
+        slot.intact = True
+        self.held.events["reused_tokens"] += slot.held_tokens
+        self._unpin(slot)
+
     def release(self, slot: Slot, error: HandoffError | None = None) -> None:
-        """Frees a TAKEN slot; ``error`` says why it was of no use (counted). A second release does nothing."""
+        """Frees or holds a TAKEN slot; ``error`` says why it was of no use (counted). A second does nothing."""
         if slot.state is not SlotState.TAKEN or self.slots.get(slot.handoff_id) is not slot:
             return
         if error is not None:
@@ -290,6 +320,7 @@ class SlotTable:
             "free_bytes": self.pool.free_bytes,
             "codes": {str(code): count for code, count in sorted(self.codes.items())},
             **{event: self.events[event] for event in ("reserved", "committed", "taken", "quarantined")},
+            "held": self.held.stats(),
         }
 
     def _join(self, slot: Slot, request: Reserve, connection: int) -> Slot:
@@ -298,10 +329,12 @@ class SlotTable:
             raise self._refused(
                 HandoffCode.DUPLICATE_HANDOFF, f"{slot.handoff_id} rank {request.rank} has a slot already"
             )
-        if (request.tokens, request.ranks, request.request_id) != (slot.tokens, slot.ranks, slot.request_id):
+        asked = (request.tokens, request.ranks, request.request_id, request.prefix)
+        if asked != (slot.tokens, slot.ranks, slot.request_id, slot.prefix):
             raise self._refused(
                 HandoffCode.PROTOCOL_ERROR,
-                f"{slot.handoff_id} rank {request.rank} disagrees with the first rank on tokens, ranks or request",
+                f"{slot.handoff_id} rank {request.rank} disagrees with the first rank on tokens, ranks, request or "
+                "prefix",
             )
         slot.writers[request.rank] = connection
         return slot
@@ -322,6 +355,7 @@ class SlotTable:
         slot.state = SlotState.ABORTED
         slot.expires_s = now + self._quarantine_s
         self.codes[code] += 1
+        self._unpin(slot)
         if slot.writers:
             self.events["quarantined"] += 1
         self._free_if_quiet(slot, now)
@@ -337,8 +371,24 @@ class SlotTable:
 
     def _free(self, slot: Slot, error: HandoffError) -> None:
         del self.slots[slot.handoff_id]
-        self.pool.free(slot.offset)
+        self._unpin(slot)
+        if slot.intact and slot.prefix is not None:
+            self.held.keep(slot.prefix, slot.tokens, slot.offset)
+        else:
+            self.pool.free(slot.offset)
         self._remember(slot.handoff_id, slot.generation, error)
+
+    def _pinned(self, prefix: Prefix | None) -> tuple[HeldPrefix | None, int]:
+        found = self.held.find(prefix) if prefix is not None else None
+        if found is None:
+            return None, 0
+        self.held.pin(found[0])
+        return found
+
+    def _unpin(self, slot: Slot) -> None:
+        source, slot.source = slot.source, None
+        if source is not None:
+            self.held.unpin(source)
 
     def _remember(self, handoff_id: str, generation: int, error: HandoffError) -> None:
         self._past[handoff_id] = (generation, error)

@@ -7,6 +7,7 @@ neighbouring plane-layers that are complete go in one write.
 from __future__ import annotations
 
 import threading
+from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -16,6 +17,7 @@ import numpy.typing as npt
 import xxhash
 
 from serve.handoff.layout import KVLayout, Plane
+from serve.handoff.prefix import page_tokens
 from serve.handoff.protocol import HandoffCode, HandoffError
 
 if TYPE_CHECKING:
@@ -24,11 +26,15 @@ if TYPE_CHECKING:
 
 @dataclass
 class _Block:
-    """One plane-layer in staging: ``staged`` of ``nbytes`` bytes are there, in token order, and hashed."""
+    """One plane-layer in staging: bytes ``first`` to ``staged`` of ``nbytes`` are there, in token order, and hashed.
+
+    Those before ``first`` are not sent: decode holds them.
+    """
 
     plane: Plane
     offset: int
     nbytes: int
+    first: int = 0
     staged: int = 0
     hash: Any = field(default_factory=xxhash.xxh3_64)
 
@@ -43,6 +49,7 @@ class StagedHandoff:
         self.request_id = request_id
         self.tokens = tokens
         self.ranks = ranks
+        self.held_tokens = 0
         self._memory = memory
         self._layout = layout
         self._blocks = {
@@ -91,6 +98,37 @@ class StagedHandoff:
             self._queued.append((begin, end - begin))
         return True
 
+    def hold(self, tokens: int) -> None:
+        """Decode has the rows below ``tokens``: they are neither sent nor hashed, whether or not they are staged.
+
+        Once, before the first drain(). Raises HandoffError(protocol_error) for a number that is no page's end.
+        """
+        if not 0 < tokens < self.tokens or tokens % page_tokens(self._layout):
+            raise HandoffError(
+                HandoffCode.PROTOCOL_ERROR,
+                f"decode holds {tokens} of {self.tokens} tokens: not whole pages before the end",
+            )
+        with self._memory_lock:
+            self.held_tokens = tokens
+            for block in self._blocks.values():
+                block.first = block.plane.block_bytes(tokens)
+                block.hash.reset()
+                if block.staged > block.first:
+                    block.hash.update(self._memory[block.offset + block.first : block.offset + block.staged].data)
+                block.staged = max(block.staged, block.first)
+            self._requeue()
+
+    def _requeue(self) -> None:
+        """Leaves of what is queued the rows that are sent."""
+        blocks = {block.offset: block for block in self._blocks.values()}
+        offsets = sorted(blocks)
+        queued = [self._queued.popleft() for _ in range(len(self._queued))]
+        for offset, nbytes in queued:
+            block = blocks[offsets[bisect_right(offsets, offset) - 1]]
+            begin, end = max(offset, block.offset + block.first), offset + nbytes
+            if begin < end:
+                self._queued.append((begin, end - begin))
+
     def drain(self) -> list[tuple[int, int]]:
         """(offset, bytes) of what was staged since the last call, neighbours merged."""
         # Only what is there now: another thread may go on staging. Appending and popping a deque are atomic.
@@ -110,7 +148,7 @@ class StagedHandoff:
 
     def checksums(self) -> dict[str, str]:
         """xxh3_64 by "plane/layer" of what this rank staged. Raises HandoffError(short_write) when rows are missing."""
-        staged = {key: block for key, block in self._blocks.items() if block.staged}
+        staged = {key: block for key, block in self._blocks.items() if block.staged > block.first}
         short = [f"{plane}/{layer}" for (plane, layer), block in staged.items() if block.staged < block.nbytes]
         if self.ranks == 1:
             short += [f"{plane}/{layer}" for plane, layer in self._blocks.keys() - staged.keys()]
@@ -125,7 +163,12 @@ class StagedHandoff:
     @property
     def staged_bytes(self) -> int:
         """Payload bytes staged so far."""
-        return sum(block.staged for block in self._blocks.values())
+        return sum(block.staged - block.first for block in self._blocks.values())
+
+    @property
+    def saved_bytes(self) -> int:
+        """Payload bytes of the plane-layers sent that decode held already."""
+        return sum(block.first for block in self._blocks.values() if block.staged > block.first)
 
     def close(self) -> None:
         """No row is copied in after this returns; the staging piece may go to somebody else."""

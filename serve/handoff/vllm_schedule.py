@@ -15,10 +15,12 @@ from typing import Annotated, Any
 
 from pydantic import StringConstraints, TypeAdapter, ValidationError
 
-from serve.handoff.protocol import HandoffCode, HandoffError, HandoffId, RequestId
+from serve.handoff.prefix import digest_chain
+from serve.handoff.protocol import HandoffCode, HandoffError, HandoffId, Prefix, RequestId, SessionId
 
 _HANDOFF_ID: TypeAdapter[str] = TypeAdapter(HandoffId)
 _REQUEST_ID: TypeAdapter[str] = TypeAdapter(RequestId)
+_SESSION_ID: TypeAdapter[str] = TypeAdapter(SessionId)
 _ADDRESS: TypeAdapter[str] = TypeAdapter(Annotated[str, StringConstraints(max_length=256)])
 MAX_ECHO_CHARS = 256
 REMEMBERED_IDS = 4096
@@ -26,12 +28,13 @@ REMEMBERED_IDS = 4096
 
 @dataclass(frozen=True)
 class HandoffParams:
-    """A request's ``kv_transfer_params``, validated."""
+    """A request's ``kv_transfer_params``, validated. ``session_id`` names the conversation that it is a turn of."""
 
     handoff_id: str
     request_id: str
     decode_control: str
     deadline_s: float
+    session_id: str | None = None
 
     @classmethod
     def parse(cls, raw: object, max_deadline_s: float) -> HandoffParams | None:
@@ -49,7 +52,13 @@ class HandoffParams:
         deadline_s = raw.get("deadline_s", max_deadline_s)
         if isinstance(deadline_s, bool) or not isinstance(deadline_s, int | float) or not 0 < deadline_s < math.inf:
             raise _malformed(f"kv_transfer_params.deadline_s must be a positive number of seconds, got {deadline_s!r}")
-        return cls(handoff_id, request_id, control, min(float(deadline_s), max_deadline_s))
+        session_id = _valid(raw, "session_id", _SESSION_ID) if raw.get("session_id") is not None else None
+        return cls(handoff_id, request_id, control, min(float(deadline_s), max_deadline_s), session_id)
+
+    def prefix(self, token_ids: Sequence[int]) -> Prefix | None:
+        """What decode is told about the prompt; None without a session, and for a prompt of less than one block."""
+        digests = digest_chain(token_ids) if self.session_id is not None else ""
+        return Prefix.model_construct(session=self.session_id, digests=digests) if digests else None
 
 
 def _valid(raw: dict[str, Any], name: str, kind: TypeAdapter[str]) -> str:
@@ -73,6 +82,8 @@ class Chunk:
     end: int
     block_ids: tuple[tuple[int, ...], ...]
     queue_ms: float | None
+    prefix: Prefix | None = None
+    """With the first chunk."""
 
     @property
     def is_first(self) -> bool:
@@ -112,6 +123,7 @@ class _Tracked:
     params: HandoffParams
     total_tokens: int
     arrived_s: float
+    prefix: Prefix | None = None
     block_ids: list[list[int]] = field(default_factory=list)
     first_scheduled_s: float | None = None
     planned_tokens: int = 0
@@ -154,7 +166,7 @@ class HandoffPlanner:
         self._used_ids[params.handoff_id] = None
         while len(self._used_ids) > len(self._tracked) + REMEMBERED_IDS:
             self._used_ids.popitem(last=False)
-        self._tracked[key] = _Tracked(params, request.num_prompt_tokens, self._clock())
+        self._tracked[key] = _Tracked(params, request.num_prompt_tokens, self._clock(), _prefix_of(params, request))
 
     def plan(self, scheduler_output: Any) -> StepPlan:
         """The rows that become available in this step, from vLLM's SchedulerOutput (read only)."""
@@ -193,6 +205,7 @@ class HandoffPlanner:
             end=end,
             block_ids=tuple(tuple(group) for group in tracked.block_ids),
             queue_ms=(tracked.first_scheduled_s - tracked.arrived_s) * 1e3,
+            prefix=tracked.prefix if start == 0 else None,
         )
 
     def finished(self, request: Any) -> dict[str, Any] | None:
@@ -246,6 +259,15 @@ def _echo(raw: object, name: str) -> str | None:
     """The field as sent when it is fit to be shown in an answer or a log."""
     value = raw.get(name) if isinstance(raw, dict) else None
     return value if isinstance(value, str) and len(value) <= MAX_ECHO_CHARS else None
+
+
+def _prefix_of(params: HandoffParams, request: Any) -> Prefix | None:
+    """None also where equal token ids do not mean equal rows: images, adapters, embeddings, salted caches."""
+    token_ids = getattr(request, "prompt_token_ids", None)
+    others = [getattr(request, name, None) for name in ("mm_features", "lora_request", "prompt_embeds", "cache_salt")]
+    if token_ids is None or any(other is not None and other != [] for other in others):
+        return None
+    return params.prefix(token_ids)
 
 
 def _is_resumed(cached: Any, index: int) -> bool:

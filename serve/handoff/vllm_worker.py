@@ -12,7 +12,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -153,7 +153,12 @@ class HandoffStreamer:
             with self._lock:
                 self._runs[params.handoff_id] = opened
             self._sender.open(
-                params.handoff_id, params.request_id, params.decode_control, chunk.total_tokens, params.deadline_s
+                params.handoff_id,
+                params.request_id,
+                params.decode_control,
+                chunk.total_tokens,
+                params.deadline_s,
+                prefix=chunk.prefix,
             )
             opened.opened = True
         with self._lock:
@@ -199,6 +204,12 @@ class HandoffStreamer:
                 continue
             pending.layers.discard(name)
             chunk = pending.chunk
+            # The rest of what decode holds is skipped by the sender, but had better not be read at all.
+            held_tokens = self._sender.held_tokens(chunk.params.handoff_id)
+            if held_tokens >= chunk.end:
+                continue
+            if held_tokens > chunk.start:
+                chunk = replace(chunk, start=held_tokens)
             try:
                 for token, planes in source.rows(chunk):
                     for plane, rows in planes.items():
@@ -266,6 +277,8 @@ class HandoffStreamer:
                 "wire_ms": timings.get("wire_ms"),
                 "wire_tail_ms": timings.get("wire_tail_ms"),
                 "bytes": outcome.bytes if outcome is not None else 0,
+                "bytes_saved": outcome.bytes_saved if outcome is not None else 0,
+                "held_tokens": outcome.held_tokens if outcome is not None else 0,
                 "writes": outcome.writes if outcome is not None else 0,
                 "chunks": run.chunks,
                 "outcome": verdict,

@@ -23,6 +23,8 @@ from serve.decode.model_files import ModelFiles
 from serve.decode.service import DecodeService, ServiceConfig
 from serve.engine.base import Admission, Capabilities, DecodeEngine, EngineFull, FinishReason, StepOutput
 from serve.handoff.layout import KVLayout
+from serve.handoff.prefix import digest_chain
+from serve.handoff.protocol import Prefix
 from serve.handoff.receiver import HandoffReceiver
 from serve.handoff.sender import HandoffSender, Outcome
 from serve.handoff.transport import Transport
@@ -176,11 +178,21 @@ class Rig:
         name = uuid.uuid4().hex
         return {"handoff_id": name, "request_id": name, "prompt_token_ids": ids, "first_token_id": first_id}
 
-    def send(self, params: dict[str, Any], *, rows: Any = None, tokens: int | None = None, finish: bool = True) -> None:
+    def send(
+        self,
+        params: dict[str, Any],
+        *,
+        rows: Any = None,
+        tokens: int | None = None,
+        finish: bool = True,
+        session: str | None = None,
+    ) -> None:
         """Stages and commits the rows of every plane-layer: ``rows(plane, layer) -> [T, row_bytes] uint8``."""
         count = tokens or len(params["prompt_token_ids"])
         control = self.service.receiver.control_address
-        self.sender.open(params["handoff_id"], params["request_id"], control, count, 20.0)
+        digests = digest_chain(params["prompt_token_ids"])
+        prefix = Prefix(session=session, digests=digests) if session is not None else None
+        self.sender.open(params["handoff_id"], params["request_id"], control, count, 20.0, prefix=prefix)
         random = np.random.default_rng(0)
         for plane, layer in self.layout.blocks():
             block = rows(plane.name, layer) if rows else random.integers(0, 256, (count, plane.row_bytes), np.uint8)
@@ -248,7 +260,14 @@ async def rig(
     model = ModelFiles.read(model_dir)
     layout = KVLayout.from_config(model.config, "float32")
     receiver = HandoffReceiver(
-        layout, transports[0], host="127.0.0.1", control_port=0, pool_bytes=1 << 22, quarantine_s=5, max_slots=64
+        layout,
+        transports[0],
+        host="127.0.0.1",
+        control_port=0,
+        pool_bytes=1 << 22,
+        quarantine_s=5,
+        max_slots=64,
+        held_prefix_tokens=1000,
     )
     config = ServiceConfig(
         model_name=MODEL,

@@ -217,7 +217,7 @@ async def test_each_request_leaves_one_stage_record(server):
     good, bad = server.stages()
     assert good["source"] == "decode" and good["handoff_id"] == params["handoff_id"]
     assert (good["steps"], good["output_tokens"], good["finish_reason"], good["status"]) == (4, 5, "length", 200)
-    assert good["bytes"] == server.layout.slot_bytes(2)
+    assert (good["bytes"], good["bytes_saved"], good["held_tokens"]) == (server.layout.payload_bytes(2), 0, 0)
     parts = [good[k] for k in ("wait_commit_ms", "verify_ms", "admit_wait_ms", "inject_ms", "first_token_ms")]
     assert all(part >= 0 for part in parts) and sum(parts[:4]) <= good["total_ms"] + 1
     assert (bad["status"], bad["code"], bad["finish_reason"]) == (400, "unsupported_parameter", None)
@@ -229,8 +229,26 @@ async def test_metrics_count(server):
         lines = dict(line.rsplit(" ", 1) for line in (await response.text()).splitlines() if not line.startswith("#"))
     assert lines['baton_requests_total{endpoint="/v1/completions",outcome="length"}'] == "1.0"
     assert lines["baton_output_tokens_total"] == "5.0" and lines["baton_step_seconds_count"] == "4.0"
-    assert lines["baton_handoff_bytes_total"] == f"{float(server.layout.slot_bytes(2))}"
+    assert lines["baton_handoff_bytes_total"] == f"{float(server.layout.payload_bytes(2))}"
     assert lines["baton_requests_active"] == "0.0" and lines["baton_kv_tokens_capacity"] == "1024.0"
+
+
+async def test_a_sessions_next_turn_reuses_rows_and_every_account_says_so(server):
+    first = [letter("a")] * 40
+    turns = [first, first + [letter("b")] * 30]
+    for turn in turns:
+        await server.completion(await server.handoff(turn, session="chat"), max_tokens=3)
+    saved, sent = server.layout.payload_bytes(31), server.layout.payload_bytes(70 - 31)
+    assert [(r["held_tokens"], r["bytes_saved"]) for r in server.stages()] == [(0, 0), (31, saved)]
+    assert server.stages()[1]["bytes"] == sent
+    _, info = await server.get("/server_info")
+    held = info["handoff"]["held"]
+    assert (held["sessions"], held["tokens"], held["hits"], held["reused_tokens"]) == (1, 70, 1, 31)
+    async with server.client.get(server.url + "/metrics") as response:
+        lines = dict(line.rsplit(" ", 1) for line in (await response.text()).splitlines() if not line.startswith("#"))
+    assert (lines["baton_held_prefix_hits_total"], lines["baton_held_prefix_sessions"]) == ("1.0", "1.0")
+    assert (lines["baton_held_prefix_tokens"], lines["baton_held_prefix_tokens_reused_total"]) == ("70.0", "31.0")
+    assert lines["baton_handoff_saved_bytes_total"] == str(float(saved))
 
 
 async def test_requests_are_batched(server, engine):

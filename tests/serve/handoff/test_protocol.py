@@ -16,6 +16,7 @@ from serve.handoff.protocol import (
     ErrorReply,
     HandoffCode,
     HandoffError,
+    Prefix,
     Reply,
     Request,
     Reserve,
@@ -31,14 +32,20 @@ GENERATIONS = st.integers(1, 2**53)
 REQUESTS = st.one_of(
     st.builds(
         Reserve,
-        version=st.just(1),
+        version=st.just(2),
         handoff_id=IDS,
         request_id=st.from_regex(r"[!-~]{1,256}", fullmatch=True),
-        tokens=st.integers(1, 1 << 24),
+        tokens=st.integers(128, 1 << 24),
         layout=st.from_regex(r"[0-9a-f]{64}", fullmatch=True),
         rank=st.just(0),
         ranks=st.integers(1, 1024),
         deadline_s=st.floats(0.001, 3600),
+        prefix=st.none()
+        | st.builds(
+            Prefix,
+            session=st.from_regex(r"[!-~]{1,128}", fullmatch=True),
+            digests=st.from_regex(r"[0-9a-f]{32}", fullmatch=True).map(lambda digest: digest * 4),
+        ),
     ),
     st.builds(
         Commit,
@@ -69,6 +76,7 @@ REPLIES = st.one_of(
         session=st.text(max_size=60),
         address=st.integers(0, 2**63),
         bytes=st.integers(1, 2**50),
+        held_tokens=st.integers(0, 2**24),
     ),
     st.builds(Committed),
     st.builds(Aborted),
@@ -103,7 +111,7 @@ def test_garbage_is_a_protocol_error_and_nothing_else(body: bytes | str) -> None
 
 GOOD: dict[str, Any] = {
     "type": "reserve",
-    "version": 1,
+    "version": 2,
     "handoff_id": "h",
     "request_id": "r",
     "tokens": 3,
@@ -134,6 +142,12 @@ GOOD: dict[str, Any] = {
         {"deadline_s": 0},
         {"deadline_s": 3601},
         {"deadline_s": float("nan")},
+        {"prefix": {"session": "s", "digests": "0" * 32}},  # 32 tokens of 3
+        {"tokens": 99, "prefix": {"session": "s", "digests": "0" * 31}},
+        {"tokens": 99, "prefix": {"session": "s", "digests": ""}},
+        {"tokens": 99, "prefix": {"session": "s", "digests": "G" * 32}},
+        {"tokens": 99, "prefix": {"session": "a b", "digests": "0" * 32}},
+        {"tokens": 1 << 24, "prefix": {"session": "s", "digests": "0" * 32 * 16385}},
         {"more": 1},
         {"type": "write"},
     ],
@@ -149,7 +163,7 @@ def test_a_field_out_of_bounds_is_a_protocol_error(change: dict[str, Any]) -> No
 
 def test_another_version_is_named_even_when_its_fields_are_unknown() -> None:
     with pytest.raises(HandoffError) as raised:
-        parse_request(json.dumps({**GOOD, "version": 2, "shards": 8}).encode())
+        parse_request(json.dumps({**GOOD, "version": 1, "shards": 8}).encode())
 
     assert raised.value.code is HandoffCode.VERSION_MISMATCH
 

@@ -2,19 +2,22 @@
 
 The model keeps the truth about writers (a writer that was not heard of may write until it says otherwise, is gone for
 SETTLE_S, or QUARANTINE_S have passed since its hand-off failed). Whatever the table does, no byte that a live writer
-may still write can belong to somebody else, and the outcome of each hand-off is the first thing that ended it.
+may still write can belong to somebody else, and the outcome of each hand-off is the first thing that ended it. Rows
+that are not sent are those of the same session and the same tokens, and are nobody else's until they have been copied.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from serve.handoff.pool import BufferPool
-from serve.handoff.protocol import Abort, Commit, HandoffCode, HandoffError, Reserve
+from serve.handoff.prefix import digest_chain
+from serve.handoff.protocol import Abort, Commit, HandoffCode, HandoffError, Prefix, Reserve
 from serve.handoff.slots import Slot, SlotState, SlotTable
 from tests.serve.handoff.layouts import tiny_layout
 
@@ -23,6 +26,13 @@ BLOCKS = [f"{plane.name}/{layer}" for plane, layer in LAYOUT.blocks()]
 QUARANTINE_S, SETTLE_S = 20.0, 3.0
 IDS = [f"h{index}" for index in range(5)]
 CONNECTIONS = [1, 2, 3]
+LONGEST = 72
+HELD_TOKENS = 140
+
+
+def prompt_of(family: int, tokens: int) -> list[int]:
+    """Prompts of one family continue each other; those of two part at token 33."""
+    return [token if token < 33 else token + 1000 * family for token in range(tokens)]
 
 
 @dataclass
@@ -47,6 +57,8 @@ class Handoff:
     expires_s: float
     deadline_s: float
     slot: Slot
+    prompt: list[int]
+    session: str | None
     waiting: set[int] = field(default_factory=set)
     committed: set[int] = field(default_factory=set)
     ended: HandoffCode | None = None
@@ -62,8 +74,15 @@ class SlotModel(RuleBasedStateMachine):
     def start(self) -> None:
         self.now = 100.0
         self.table = SlotTable(
-            LAYOUT, BufferPool(3 * LAYOUT.slot_bytes(8)), max_slots=4, quarantine_s=QUARANTINE_S, settle_s=SETTLE_S
+            LAYOUT,
+            BufferPool(3 * LAYOUT.slot_bytes(LONGEST)),
+            max_slots=4,
+            quarantine_s=QUARANTINE_S,
+            settle_s=SETTLE_S,
+            held_prefix_tokens=HELD_TOKENS,
         )
+        # Pool offset of a held piece -> (session, prompt) whose rows it has.
+        self.rows: dict[int, tuple[str | None, list[int]]] = {}
         self.handoffs: dict[str, Handoff] = {}
         self.writers: dict[tuple[int, int], Writer] = {}
         self.refused_early: set[str] = set()
@@ -77,13 +96,28 @@ class SlotModel(RuleBasedStateMachine):
         handoff_id=st.sampled_from(IDS),
         rank=st.integers(0, 1),
         ranks=st.integers(1, 2),
-        tokens=st.sampled_from([1, 5, 8]),
+        tokens=st.sampled_from([5, 40, 64, LONGEST]),
+        family=st.integers(0, 1),
+        session=st.sampled_from([None, "s", "t"]),
         connection=st.sampled_from(CONNECTIONS),
         deadline_s=st.sampled_from([2.0, 9.0]),
     )
-    def reserve(self, handoff_id: str, rank: int, ranks: int, tokens: int, connection: int, deadline_s: float) -> None:
+    def reserve(
+        self,
+        handoff_id: str,
+        rank: int,
+        ranks: int,
+        tokens: int,
+        family: int,
+        session: str | None,
+        connection: int,
+        deadline_s: float,
+    ) -> None:
         if rank >= ranks:
             return
+        prompt = prompt_of(family, tokens)
+        digests = digest_chain(prompt)
+        prefix = Prefix(session=session, digests=digests) if session is not None and digests else None
         request = Reserve(
             handoff_id=handoff_id,
             request_id="r",
@@ -92,6 +126,7 @@ class SlotModel(RuleBasedStateMachine):
             rank=rank,
             ranks=ranks,
             deadline_s=deadline_s,
+            prefix=prefix,
         )
         known = self.handoffs.get(handoff_id)
         try:
@@ -99,27 +134,50 @@ class SlotModel(RuleBasedStateMachine):
         except HandoffError as error:
             if known is None and handoff_id not in self.refused_early:
                 assert error.code is HandoffCode.POOL_EXHAUSTED
+                self._no_held_prefix_was_in_the_way(LAYOUT.slot_bytes(tokens))
             return
         assert handoff_id not in self.refused_early
         if known is None:
             assert slot.generation > self.last_generation
             self.last_generation = slot.generation
             known = self.handoffs[handoff_id] = Handoff(
-                slot.generation, tokens, ranks, self.now + deadline_s, deadline_s, slot
+                slot.generation, tokens, ranks, self.now + deadline_s, deadline_s, slot, prompt, session
             )
-        assert (known.ended, known.tokens, known.ranks) == (None, tokens, ranks)
+            if slot.held_tokens:
+                assert slot.source is not None
+                assert self.rows[slot.source.offset][0] == session
+                assert self.rows[slot.source.offset][1][: slot.held_tokens + 1] == prompt[: slot.held_tokens + 1]
+        assert (known.ended, known.tokens, known.ranks, known.slot.prefix) == (None, tokens, ranks, prefix)
         assert rank not in known.waiting | known.committed
         known.waiting.add(rank)
         self.writers[slot.generation, rank] = Writer(
             handoff_id, slot.generation, slot.offset, slot.offset + LAYOUT.slot_bytes(tokens), connection
         )
 
+    @rule(tokens=st.sampled_from([40, 64, LONGEST]), family=st.integers(0, 1), session=st.sampled_from(["s", "t"]))
+    def whole_turn(self, tokens: int, family: int, session: str) -> None:
+        handoff_id = f"turn-{len(self.handoffs)}"
+        self.reserve(handoff_id, 0, 1, tokens, family, session, 1, 9.0)
+        if handoff_id not in self.handoffs:
+            return
+        handoff = self.handoffs[handoff_id]
+        self._commit(handoff_id, handoff, 0, stale=False)
+        self.take(handoff_id)
+        self.release(handoff_id, intact=True)
+
+    def _no_held_prefix_was_in_the_way(self, needed: int) -> None:
+        evictable = [held for held in self.table.held.pieces() if not held.pins]
+        room = self.table.pool.free_bytes + sum(LAYOUT.slot_bytes(held.tokens) for held in evictable)
+        assert len(self.table.slots) == 4 or not evictable or room < needed
+
     @precondition(lambda self: self.handoffs)
     @rule(data=st.data(), stale=st.booleans())
     def commit(self, data: st.DataObject, stale: bool) -> None:
         handoff_id = data.draw(st.sampled_from(sorted(self.handoffs)))
         handoff = self.handoffs[handoff_id]
-        rank = data.draw(st.integers(0, handoff.ranks - 1))
+        self._commit(handoff_id, handoff, data.draw(st.integers(0, handoff.ranks - 1)), stale=stale)
+
+    def _commit(self, handoff_id: str, handoff: Handoff, rank: int, *, stale: bool) -> None:
         writer = self.writers.get((handoff.generation, rank))
         connection = writer.connection if writer is not None else 1
         if writer is not None and writer.gone_s is not None:
@@ -129,7 +187,9 @@ class SlotModel(RuleBasedStateMachine):
             handoff_id=handoff_id,
             generation=handoff.generation + (1 if stale else 0),
             rank=rank,
-            bytes=sum(LAYOUT.plane(name.split("/")[0]).block_bytes(handoff.tokens) for name in own),
+            bytes=sum(
+                LAYOUT.plane(name.split("/")[0]).block_bytes(handoff.tokens - handoff.slot.held_tokens) for name in own
+            ),
             checksums={name: "0" * 16 for name in own},
         )
         good = not stale and handoff.ended is None and rank in handoff.waiting and not handoff.taken
@@ -192,10 +252,13 @@ class SlotModel(RuleBasedStateMachine):
         assert slot.generation == handoff.generation
         handoff.taken = True
 
-    @rule(handoff_id=st.sampled_from(IDS))
-    def release(self, handoff_id: str) -> None:
+    @rule(handoff_id=st.sampled_from(IDS), intact=st.booleans())
+    def release(self, handoff_id: str, intact: bool) -> None:
         handoff = self.handoffs.get(handoff_id)
         if handoff is not None and handoff.taken:
+            if intact and not handoff.released:
+                self.table.completed(handoff.slot)
+                self.rows[handoff.slot.offset] = (handoff.session, handoff.prompt)
             self.table.release(handoff.slot)
             handoff.released = True
 
@@ -241,8 +304,16 @@ class SlotModel(RuleBasedStateMachine):
             if handoff.generation in writing or (handoff.ended is None and not handoff.released)
         }
         assert {slot.generation for slot in self.table.slots.values()} == expected
-        used = sum(LAYOUT.slot_bytes(slot.tokens) for slot in self.table.slots.values())
+        held = {*self.table.held.pieces(), *(slot.source for slot in self.table.slots.values() if slot.source)}
+        pieces = sorted(
+            (piece.offset, piece.offset + LAYOUT.slot_bytes(piece.tokens))
+            for piece in (*self.table.slots.values(), *held)
+        )
+        assert all(before[1] <= after[0] for before, after in pairwise(pieces))
+        used = sum(end - begin for begin, end in pieces)
         assert self.table.pool.free_bytes == self.table.pool.capacity_bytes - used
+        assert self.table.held.tokens == sum(one.tokens for one in held)
+        assert self.table.held.tokens <= HELD_TOKENS or any(one.pins for one in held)
         aborted = {slot.generation for slot in self.table.slots.values() if slot.state is SlotState.ABORTED}
         assert aborted == {handoff.generation for handoff in self.handoffs.values() if handoff.ended} & expected
 

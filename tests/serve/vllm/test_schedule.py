@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serve.handoff.prefix import digest_chain
 from serve.handoff.protocol import HandoffCode
 from serve.handoff.vllm_schedule import Chunk, HandoffPlanner, StepPlan
 
@@ -54,6 +55,42 @@ def first(key: str, scheduled: int, blocks: list[int], computed: int = 0) -> Any
     return SimpleNamespace(req_id=key, num_computed_tokens=computed, block_ids=(blocks,), scheduled=scheduled)
 
 
+def test_a_turn_of_a_session_is_told_by_its_first_chunk() -> None:
+    planner = HandoffPlanner(60)
+    asked = request(tokens=70, kv=params(session_id="chat-1"))
+    asked.prompt_token_ids = list(range(70))
+    planner.track(asked)
+    begin = planner.plan(step(new=(first("v1", 40, [0, 1, 2]),)))
+    rest = planner.plan(step(cached=(("v1", 40, 30, [3, 4], False),)))
+
+    prefix = begin.chunks[0].prefix
+    assert prefix is not None and (prefix.session, prefix.digests) == ("chat-1", digest_chain(range(70)))
+    assert rest.chunks[0].prefix is None
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"mm_features": [object()]},
+        {"lora_request": object()},
+        {"prompt_embeds": object()},
+        {"cache_salt": "salt"},
+        {"prompt_token_ids": None},
+        {"kv_transfer_params": params()},
+        {"prompt_token_ids": list(range(31))},
+    ],
+    ids=lambda other: next(iter(other)),
+)
+def test_rows_that_token_ids_do_not_decide_are_never_offered(other: dict[str, Any]) -> None:
+    planner = HandoffPlanner(60)
+    asked = request(tokens=40, kv=params(session_id="chat-1"))
+    for name, value in {"prompt_token_ids": list(range(40)), "mm_features": [], "lora_request": None, **other}.items():
+        setattr(asked, name, value)
+    planner.track(asked)
+
+    assert planner.plan(step(new=(first("v1", 40, [0, 1, 2]),))).chunks[0].prefix is None
+
+
 def ranges(plan: StepPlan) -> list[tuple[int, int, bool]]:
     return [(chunk.start, chunk.end, chunk.is_last) for chunk in plan.chunks]
 
@@ -75,6 +112,7 @@ def test_a_request_without_parameters_is_served_without_a_handoff(kv: Any) -> No
         (params(handoff_id="two words"), "handoff_id"),
         (params(handoff_id="x" * 300), "handoff_id"),
         (params(request_id=None), "request_id"),
+        (params(session_id="two words"), "session_id"),
         (params(decode_control="nowhere"), "decode_control"),
         (params(decode_control="host:99999"), "decode_control"),
         (params(decode_control="host:²"), "decode_control"),
