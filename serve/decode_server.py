@@ -50,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--device", default="cpu", help="torch device of the engine (default %(default)s)")
     p.add_argument("--threads", type=_positive, default=2, help="CPU threads of the engine (default %(default)s)")
+    add_ranks_argument(p)
     p.add_argument(
         "--max-batch-size", type=_positive, default=8, help="sequences decoded at once (default %(default)s)"
     )
@@ -81,6 +82,18 @@ def parser() -> argparse.ArgumentParser:
         default=0,
         metavar="N",
         help="tokens whose KV may stay in the pool for the next turn of their session (default: none)",
+    )
+
+
+def add_ranks_argument(p: argparse.ArgumentParser) -> None:
+    """--tensor-parallel-size, of both servers."""
+    p.add_argument(
+        "--tensor-parallel-size",
+        "--tp-size",
+        type=_positive,
+        default=1,
+        metavar="N",
+        help="spread the model over N devices, or N processes on a CPU (default %(default)s)",
     )
 
 
@@ -234,6 +247,7 @@ def _bundled_engine(options: argparse.Namespace) -> DecodeEngine:
         device=options.device,
         speculation=speculation_of(options),
         kv_dtype=options.kv_dtype,
+        ranks=options.tensor_parallel_size,
     )
 
 

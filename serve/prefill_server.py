@@ -23,6 +23,7 @@ from serve.decode_server import (
     _positive,
     _seconds,
     _version,
+    add_ranks_argument,
     serve_until_stopped,
 )
 
@@ -43,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--device", default="cpu", help="torch device (default %(default)s)")
     p.add_argument("--threads", type=_positive, default=2, help="CPU threads (default %(default)s)")
+    add_ranks_argument(p)
     p.add_argument("--max-model-len", type=_positive, default=2048, help="longest prompt, in tokens")
     p.add_argument("--chunk-tokens", type=_positive, default=512, help="tokens of one chunk (default %(default)s)")
     p.add_argument("--queue-depth", type=_positive, default=256, help="requests inside at once (default %(default)s)")
@@ -73,9 +75,11 @@ def main(argv: list[str] | None = None) -> int:
 
 async def start(options: argparse.Namespace) -> PrefillService:
     """Reads the model, opens the transport. Raises ValueError, OSError, HandoffError."""
-    import torch
-
     from serve.decode.model_files import ModelFiles
+    from serve.engine.models.base import DecoderModel
+    from serve.engine.parallel import Parallel, device_of
+    from serve.engine.ranked_model import load_on_ranks
+    from serve.engine.ranks import settings_of
     from serve.engine.speculative import Speculation
     from serve.engine.torch_engine import load_model
     from serve.handoff.layout import KVLayout
@@ -94,9 +98,9 @@ async def start(options: argparse.Namespace) -> PrefillService:
     transport.start(options.host)
     opened: list[HandoffStreamer] = []
 
-    def load() -> PrefillWorker:
-        device = torch.device(options.device)
-        loaded = load_model(
+    def load_part(parallel: Parallel) -> DecoderModel:
+        device = device_of(options.device, parallel.rank, parallel.size)
+        return load_model(
             options.model,
             options.dtype,
             options.max_model_len,
@@ -104,9 +108,17 @@ async def start(options: argparse.Namespace) -> PrefillService:
             device,
             speculation,
             kv_dtype,
+            parallel,
+        )
+
+    def load() -> PrefillWorker:
+        ranks = options.tensor_parallel_size
+        device = device_of(options.device, 0, ranks)
+        settings = settings_of(
+            options.model, options.dtype, options.max_model_len, options.threads, speculation, kv_dtype
         )
         worker = PrefillWorker(
-            loaded,
+            load_on_ranks(ranks, settings, options.device, load_part),
             speculation,
             max_model_len=options.max_model_len,
             chunk_tokens=options.chunk_tokens,

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
-from serve.engine.base import Admission, DecodeEngine, SamplingParams, StepOutput
+from serve.engine.base import Admission, DecodeEngine, EngineLost, SamplingParams, StepOutput, WatchedEngine
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +103,8 @@ class EngineThread:
 
     def _make(self) -> None:
         self._engine = self._make_engine()
+        if isinstance(self._engine, WatchedEngine):
+            self._engine.watch(self._lose)
 
     def _admit(self, admission: Admission) -> None:
         try:
@@ -139,6 +141,14 @@ class EngineThread:
         finally:
             self._dead = True
             self._refuse_commands()
+            if isinstance(getattr(self, "_engine", None), WatchedEngine):
+                self._engine.close()
+
+    def _lose(self, error: EngineLost) -> None:
+        """On any thread: ends the engine thread, which may be waiting for work, or for ever in its step."""
+        self._dead = True
+        self._commands.put(None)
+        self._post(self._on_failure, EngineFailure((), error, fatal=True))
 
     def _refuse_commands(self) -> None:
         while True:
@@ -165,6 +175,8 @@ class EngineThread:
                 future.set_result(call())
             except Exception as error:
                 future.set_exception(error)
+                if isinstance(error, EngineLost):
+                    raise
             if heavy:
                 return True
 
@@ -176,6 +188,8 @@ class EngineThread:
             for output in outputs:
                 if output.finish_reason is not None:
                     self._release(output.seq_id)
+        except EngineLost:
+            raise
         except Exception as error:
             self._fail_live(error)
             return

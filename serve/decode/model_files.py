@@ -10,6 +10,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from serve.engine.torch_engine import eos_token_ids
+from serve.weights.parts import model_files_dir
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,8 @@ class ModelFiles:
 
     @classmethod
     def read(cls, directory: Path) -> ModelFiles:
-        """Raises ValueError that names the file which is missing or broken."""
+        """Of a shard set the first rank's. Raises ValueError that names the file which is missing or broken."""
+        directory = model_files_dir(directory)
         config = _json(directory / "config.json")
         vocab_size = config.get("vocab_size")
         if not isinstance(vocab_size, int) or vocab_size < 1:

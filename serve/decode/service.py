@@ -242,7 +242,7 @@ class DecodeService:
             outputs = self.outputs.get(seq_id)
             if outputs is not None:
                 outputs.put_nowait(RequestError(f"the engine failed: {what}", status=500, code="engine_error"))
-        if failure.fatal:
+        if failure.fatal and not self.engine_dead.is_set():
             log.error("the engine cannot go on: %s", what)
             self.engine_dead.set()
 

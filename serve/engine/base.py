@@ -6,9 +6,9 @@ cache and the model, is driven from one thread, and never sees HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 import torch
 
@@ -82,6 +82,10 @@ class EngineFull(RuntimeError):
     """No batch place or not enough KV for the request at present; try again after a release."""
 
 
+class EngineLost(RuntimeError):
+    """The engine cannot go on: whatever it is asked from now on fails. The message says what was lost."""
+
+
 class DecodeEngine(Protocol):
     """Driven by one thread: admit, then step until every sequence has a finish reason, then release."""
 
@@ -99,3 +103,14 @@ class DecodeEngine(Protocol):
 
     def release(self, seq_id: int) -> None:
         """Frees the sequence's KV; unknown ids are ignored (a request may be cancelled at any time)."""
+
+
+@runtime_checkable
+class WatchedEngine(Protocol):
+    """A DecodeEngine that may be lost between two calls, since others than this process are part of it."""
+
+    def watch(self, on_lost: Callable[[EngineLost], None]) -> None:
+        """Calls back, on any thread, once it is lost."""
+
+    def close(self) -> None:
+        """Ends what is outside of this process; idempotent, within seconds."""

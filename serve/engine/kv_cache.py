@@ -74,6 +74,10 @@ class KVCache:
         start = self._pool.allocate(tokens)
         return None if start is None else KVRegion(start, tokens, self._arena, self._rows)
 
+    def region(self, start: int, tokens: int) -> KVRegion:
+        """The rows that another rank allocated; this cache does not account for them."""
+        return KVRegion(start, tokens, self._arena, self._rows)
+
     def free(self, region: KVRegion) -> None:
         """Gives a region back. Raises KeyError when it is not allocated."""
         self._pool.free(region.start)

@@ -11,17 +11,26 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from serve.engine.parallel import SINGLE, Parallel
 from serve.engine.swiglu import SwiGLU
+from serve.weights.shards import owner_of_expert
 
 
 class MoE:
     """Shared experts for every token, and K routed ones that a bias-corrected score picks from the best groups.
 
-    The correction bias steers the choice only; the weights come from the uncorrected scores. Raises ValueError for a
-    scoring function other than sigmoid.
+    The correction bias steers the choice only; the weights come from the uncorrected scores. With ``parallel`` every
+    rank routes alike and has whole experts of its own, so that its output is its part of a sum. Raises ValueError for
+    a scoring function other than sigmoid.
     """
 
-    def __init__(self, config: Mapping[str, Any], load: Callable[..., torch.Tensor], prefix: str) -> None:
+    def __init__(
+        self,
+        config: Mapping[str, Any],
+        load: Callable[..., torch.Tensor],
+        prefix: str,
+        parallel: Parallel = SINGLE,
+    ) -> None:
         if config.get("scoring_func", "sigmoid") != "sigmoid":
             raise ValueError(f"config.json: scoring_func {config['scoring_func']!r} is not supported, only 'sigmoid'")
         hidden, inner = config["hidden_size"], config["moe_intermediate_size"]
@@ -33,14 +42,26 @@ class MoE:
         self.scale = config.get("routed_scaling_factor", 1.0)
         self.router_XE = load(prefix + "gate.weight", self.experts, hidden).float()
         self.correction_X = load(prefix + "gate.e_score_correction_bias", self.experts, keep_float32=True)
-        self.routed = [SwiGLU(load, f"{prefix}experts.{expert}.", hidden, inner) for expert in range(self.experts)]
-        self.shared = SwiGLU(load, prefix + "shared_experts.", hidden, inner * config["n_shared_experts"])
+        self.routed = {
+            expert: SwiGLU(load, f"{prefix}experts.{expert}.", hidden, inner)
+            for expert in range(self.experts)
+            if owner_of_expert(expert, self.experts, parallel.size) == parallel.rank
+        }
+        shared_inner = inner * config["n_shared_experts"]
+        self.shared = SwiGLU(load, prefix + "shared_experts.", hidden, shared_inner, parallel=parallel)
 
     def plus(self, x_NE: torch.Tensor, other_NE: torch.Tensor) -> torch.Tensor:
         """The block's output + other."""
+        return self._add_routed(x_NE, self.shared.plus(x_NE, other_NE))
+
+    def __call__(self, x_NE: torch.Tensor) -> torch.Tensor:
+        return self._add_routed(x_NE, self.shared(x_NE))
+
+    def _add_routed(self, x_NE: torch.Tensor, mixed_NE: torch.Tensor) -> torch.Tensor:
         weights_NK, chosen_NK = self.route(x_NE)
-        mixed_NE = self.shared.plus(x_NE, other_NE)
         for expert in chosen_NK.unique().tolist():
+            if expert not in self.routed:
+                continue
             rows, place = torch.where(chosen_NK == expert)
             share_NE = self.routed[expert](x_NE[rows]) * weights_NK[rows, place, None]
             mixed_NE.index_add_(0, rows, share_NE.to(mixed_NE.dtype))

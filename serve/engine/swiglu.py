@@ -10,21 +10,33 @@ from collections.abc import Callable
 import torch
 
 from serve.engine.linear import Linear
+from serve.engine.parallel import SINGLE, Parallel
 
 
 class SwiGLU:
-    """down(silu(gate(x)) * up(x)), read from ``prefix`` + gate_proj, up_proj and down_proj."""
+    """down(silu(gate(x)) * up(x)), read from ``prefix`` + gate_proj, up_proj and down_proj.
+
+    With ``parallel`` it has this rank's share of the inner size, and its output is this rank's part of a sum.
+    """
 
     def __init__(
-        self, load: Callable[..., torch.Tensor], prefix: str, hidden: int, inner: int, *, bias: bool = False
+        self,
+        load: Callable[..., torch.Tensor],
+        prefix: str,
+        hidden: int,
+        inner: int,
+        *,
+        bias: bool = False,
+        parallel: Parallel = SINGLE,
     ) -> None:
-        def linear(name: str, outputs: int, inputs: int) -> Linear:
-            bias_O = load(f"{prefix}{name}.bias", outputs) if bias else None
+        def linear(name: str, outputs: int, inputs: int, *, biased: bool) -> Linear:
+            bias_O = load(f"{prefix}{name}.bias", outputs) if biased else None
             return Linear(load(f"{prefix}{name}.weight", outputs, inputs), bias_O)
 
-        self.gate = linear("gate_proj", inner, hidden)
-        self.up = linear("up_proj", inner, hidden)
-        self.down = linear("down_proj", hidden, inner)
+        inner = parallel.share(inner, f"{prefix}gate_proj's rows")
+        self.gate = linear("gate_proj", inner, hidden, biased=bias)
+        self.up = linear("up_proj", inner, hidden, biased=bias)
+        self.down = linear("down_proj", hidden, inner, biased=bias and parallel.first)
 
     def __call__(self, x_NE: torch.Tensor) -> torch.Tensor:
         return self.down(self.up.times(x_NE, self.gate.silu(x_NE)))

@@ -6,17 +6,29 @@ Legend: N = tokens of a forward, B = live sequences, E = hidden, V = vocabulary.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from serve.engine.base import Admission, Capabilities, EngineFull, FinishReason, LayerKV, SamplingParams, StepOutput
-from serve.engine.kv_cache import KVCache, KVRegion
+from serve.engine.base import (
+    Admission,
+    Capabilities,
+    EngineFull,
+    EngineLost,
+    FinishReason,
+    LayerKV,
+    SamplingParams,
+    StepOutput,
+)
+from serve.engine.kv_cache import KVRegion
 from serve.engine.models import create_model
 from serve.engine.models.base import DecoderModel, Span
+from serve.engine.parallel import SINGLE, Parallel, device_of
+from serve.engine.ranked_model import RankedModel, kv_cache_of, load_on_ranks
+from serve.engine.ranks import settings_of
 from serve.engine.sampling import TokenSampler, sample
 from serve.engine.speculative import (
     MtpDrafter,
@@ -26,7 +38,8 @@ from serve.engine.speculative import (
     create_drafter,
     create_verifier,
 )
-from serve.weights.index import TORCH_DTYPES, Checkpoint
+from serve.weights.index import TORCH_DTYPES
+from serve.weights.parts import model_files_dir, open_part, require_mtp
 
 PREFILL_CHUNK_TOKENS = 512
 
@@ -72,7 +85,7 @@ class TorchEngine:
         self._device = device
         with torch.inference_mode():
             arena_tokens = kv_capacity_tokens + max_batch_size * self._slack_tokens
-            self._kv = KVCache(model.cache_planes, arena_tokens, device)
+            self._kv = kv_cache_of(model, arena_tokens, device)
         self._sequences: dict[int, _Sequence] = {}
         self._capabilities = Capabilities(
             max_batch_size=max_batch_size,
@@ -173,6 +186,15 @@ class TorchEngine:
         sequence = self._sequences.pop(seq_id, None)
         if sequence is not None:
             self._kv.free(sequence.region)
+
+    def watch(self, on_lost: Callable[[EngineLost], None]) -> None:
+        """See WatchedEngine: with tensor parallelism the worker ranks are part of the engine."""
+        if isinstance(self._model, RankedModel):
+            self._model.watch(on_lost)
+
+    def close(self) -> None:
+        if isinstance(self._model, RankedModel):
+            self._model.close()
 
     def _open(self, seq_id: int, prompt_token_ids: Sequence[int], sampling: SamplingParams) -> _Sequence:
         tokens = len(prompt_token_ids) + sampling.max_tokens
@@ -291,17 +313,25 @@ def create_engine(
     device: str = "cpu",
     speculation: Speculation | None = None,
     kv_dtype: str | None = None,
+    ranks: int = 1,
 ) -> TorchEngine:
     """Loads a Hugging Face checkpoint directory. ``threads`` is torch's thread count, which is process-wide;
-    ``kv_dtype`` fp8 quantizes the KV cache, anything else keeps it in ``dtype``.
+    ``kv_dtype`` fp8 quantizes the KV cache, anything else keeps it in ``dtype``. ``ranks`` - 1 processes are started
+    that hold the other parts of the model, each on a device of its own; close() ends them.
 
-    Raises ValueError (CheckpointError included) for a checkpoint or a size that cannot be served.
+    Raises ValueError (CheckpointError included) for a checkpoint or a size that cannot be served, EngineLost when a
+    rank does not come up.
     """
     for name, value in (("max_batch_size", max_batch_size), ("max_model_len", max_model_len), ("threads", threads)):
         if value < 1:
             raise ValueError(f"{name} must be at least 1, not {value}")
-    target = torch.device(device)
-    model = load_model(model_dir, dtype, max_model_len, threads, target, speculation, kv_dtype)
+    target = device_of(device, 0, ranks)
+
+    def load(parallel: Parallel) -> DecoderModel:
+        return load_model(model_dir, dtype, max_model_len, threads, target, speculation, kv_dtype, parallel)
+
+    settings = settings_of(model_dir, dtype, max_model_len, threads, speculation, kv_dtype)
+    model = load_on_ranks(ranks, settings, device, load)
     return TorchEngine(
         model,
         eos_token_ids=eos_token_ids(model_dir),
@@ -321,11 +351,15 @@ def load_model(
     device: torch.device,
     speculation: Speculation | None,
     kv_dtype: str | None = None,
+    parallel: Parallel = SINGLE,
 ) -> DecoderModel:
-    """The checkpoint's model, with its MTP layer when ``speculation`` drafts by it. Raises ValueError."""
+    """The checkpoint's model, with its MTP layer when ``speculation`` drafts by it; one rank's part with ``parallel``.
+
+    Raises ValueError.
+    """
     if dtype not in TORCH_DTYPES:
         raise ValueError(f"dtype {dtype!r} is not one of {', '.join(TORCH_DTYPES)}")
-    config = _read_json(model_dir / "config.json")
+    config = _read_json(model_files_dir(model_dir) / "config.json")
     longest = config.get("max_position_embeddings", max_model_len)
     if max_model_len > longest:
         raise ValueError(f"max_model_len {max_model_len} is more than config.json's max_position_embeddings {longest}")
@@ -334,14 +368,25 @@ def load_model(
         raise ValueError("config.json: no MTP layer (num_nextn_predict_layers is 0); draft by n-gram or not at all")
     torch.set_num_threads(threads)
     positions = max_model_len + (0 if speculation is None else speculation.depth)
-    with torch.inference_mode(), Checkpoint(model_dir) as checkpoint:
-        return create_model(config, checkpoint, TORCH_DTYPES[dtype], device, positions, mtp=mtp, kv_dtype=kv_dtype)
+    with torch.inference_mode(), open_part(model_dir, parallel.rank, parallel.size) as checkpoint:
+        if mtp:
+            require_mtp(checkpoint, config)
+        return create_model(
+            config,
+            checkpoint,
+            TORCH_DTYPES[dtype],
+            device,
+            positions,
+            mtp=mtp,
+            kv_dtype=kv_dtype,
+            parallel=parallel,
+        )
 
 
 def eos_token_ids(model_dir: Path) -> frozenset[int]:
     """generation_config.json's eos_token_id, which is what generation stops at, else config.json's."""
     for name in ("generation_config.json", "config.json"):
-        path = model_dir / name
+        path = model_files_dir(model_dir) / name
         ids = _read_json(path).get("eos_token_id") if path.is_file() else None
         if ids is not None:
             return frozenset([ids] if isinstance(ids, int) else ids)

@@ -20,7 +20,7 @@ from serve.decode.generation import Generation
 from serve.decode.local_prompt import LocalPrompt
 from serve.decode.model_files import ModelFiles
 from serve.decode.reply import error_response
-from serve.engine.base import Capabilities
+from serve.engine.base import Capabilities, EngineLost
 from serve.handoff.protocol import HandoffError
 from serve.handoff.vllm_schedule import HandoffParams
 from serve.metrics import CONTENT_TYPE
@@ -86,7 +86,13 @@ class PrefillService:
 
     async def start(self) -> None:
         """Loads the model. Raises what loading it raises."""
-        self._worker = await asyncio.get_running_loop().run_in_executor(self._thread, self._load)
+        loop = asyncio.get_running_loop()
+        self._worker = await loop.run_in_executor(self._thread, self._load)
+        self._worker.watch(lambda error: loop.call_soon_threadsafe(self._on_lost, error))
+
+    def _on_lost(self, error: EngineLost) -> None:
+        log.error("the engine cannot go on: %s", error)
+        self.engine_dead.set()
 
     async def close(self, timeout_s: float) -> bool:
         """Ends the thread and the sending; False when a chunk takes longer than ``timeout_s``."""
@@ -94,6 +100,7 @@ class PrefillService:
             prompt.abandoned.set()
         idle = asyncio.wrap_future(self._thread.submit(lambda: None))
         _, hanging = await asyncio.wait({idle}, timeout=timeout_s)
+        await asyncio.to_thread(self._worker.close)
         await asyncio.to_thread(self._close_handoff)
         self._thread.shutdown(wait=False, cancel_futures=True)
         return not hanging
@@ -195,6 +202,8 @@ class PrefillService:
         return web.json_response({"object": "list", "data": [card]})
 
     async def _health(self, _: web.Request) -> web.Response:
+        if self.engine_dead.is_set():
+            return web.json_response({"status": "engine_failed"}, status=503)
         return web.json_response({"status": "ok"})
 
     async def _metrics(self, _: web.Request) -> web.Response:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from serve.engine.base import SamplingParams
-from serve.engine.kv_cache import KVCache
+from serve.engine.base import EngineLost, SamplingParams
 from serve.engine.models.base import DecoderModel
+from serve.engine.ranked_model import RankedModel, kv_cache_of
 from serve.engine.sampling import TokenSampler
 from serve.engine.speculative import Speculation, create_drafter
 from serve.engine.torch_engine import ChunkedPrefill
@@ -72,7 +72,7 @@ class PrefillWorker:
         self._drafter = create_drafter(model, speculation, device) if speculation is not None and mtp else None
         depth = 0 if speculation is None else speculation.depth
         with torch.inference_mode():
-            self._kv = KVCache(model.cache_planes, max_model_len + depth, device)
+            self._kv = kv_cache_of(model, max_model_len + depth, device)
         self._slack_tokens = depth
         self._streamer: HandoffStreamer | None = None
         self.layers: dict[str, Any] = {}
@@ -80,6 +80,16 @@ class PrefillWorker:
     def stream_to(self, streamer: HandoffStreamer) -> None:
         """Where rows go; made from ``layers``."""
         self._streamer = streamer
+
+    def watch(self, on_lost: Callable[[EngineLost], None]) -> None:
+        """Calls back, on any thread, once a rank of the model is lost."""
+        if isinstance(self._model, RankedModel):
+            self._model.watch(on_lost)
+
+    def close(self) -> None:
+        """Ends the model's other ranks."""
+        if isinstance(self._model, RankedModel):
+            self._model.close()
 
     def make_layers(self, kv_dtype: str) -> dict[str, Any]:
         """The sources of a HandoffStreamer."""

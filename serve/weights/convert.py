@@ -27,8 +27,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from serve.weights.atomic_dir import PROVENANCE, StagingError, _locked, _sync
-from serve.weights.index import FP8_BLOCK, INDEX_FILE, SINGLE_FILE, Checkpoint, CheckpointError
-from serve.weights.shards import Split, rank_of_expert, split_of
+from serve.weights.index import INDEX_FILE, SINGLE_FILE, Checkpoint, CheckpointError
+from serve.weights.shards import cut_of, rank_of_expert
 
 VERSION = 1
 BLOCK_BYTES = 8 << 20
@@ -170,19 +170,15 @@ def _piece(name: str, source: Source, config: Mapping[str, Any], rank: int, rank
     owner = rank_of_expert(name, config, ranks)
     if owner is not None and owner != rank:
         return None
-    split = Split.NONE if owner is not None else split_of(name)
-    if ranks == 1 or split is Split.NONE:
+    cut = cut_of(name, shape, source.dtype, rank, ranks)
+    if cut is None:
         return Piece(name, source, shape, 0, rows, 0, columns)
-    axis = 0 if split is Split.ROWS else len(shape) - 1
-    unit = FP8_BLOCK if source.dtype == "F8_E4M3" else 1
-    if shape[axis] % (ranks * unit):
-        raise CheckpointError(f"{name}: {shape[axis]} {split.value} cannot be cut into {ranks} equal parts")
-    share = shape[axis] // ranks
-    cut = tuple(share if place == axis else size for place, size in enumerate(shape))
-    if split is Split.ROWS:
+    share = cut.stop - cut.start
+    part = tuple(share if place == cut.axis else size for place, size in enumerate(shape))
+    if cut.axis == 0:
         height = rows // ranks
-        return Piece(name, source, cut, rank * height, height, 0, columns)
-    return Piece(name, source, cut, 0, rows, rank * share, share)
+        return Piece(name, source, part, rank * height, height, 0, columns)
+    return Piece(name, source, part, 0, rows, cut.start, share)
 
 
 def _grouped(pieces: Sequence[Piece], shard_bytes: int) -> Iterator[list[Piece]]:

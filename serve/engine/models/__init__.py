@@ -11,6 +11,7 @@ from serve.engine.models.base import DecoderModel
 from serve.engine.models.deepseek_v3 import DeepseekV3Model
 from serve.engine.models.glm_moe_dsa import GlmMoeDsaModel
 from serve.engine.models.llama import LlamaModel
+from serve.engine.parallel import SINGLE, Parallel
 from serve.weights.index import Checkpoint
 
 _MODELS: dict[str, Callable[..., DecoderModel]] = {
@@ -29,14 +30,16 @@ def create_model(
     *,
     mtp: bool = False,
     kv_dtype: str | None = None,
+    parallel: Parallel = SINGLE,
 ) -> DecoderModel:
     """The model of ``config`` (config.json's content), loaded; with ``mtp`` a DraftingModel.
 
-    ``kv_dtype`` fp8 quantizes the rows of its KV cache; anything else keeps them in ``dtype``. Raises ValueError for
-    what no model file supports.
+    ``kv_dtype`` fp8 quantizes the rows of its KV cache; anything else keeps them in ``dtype``. With ``parallel`` it is
+    one rank's part, and ``checkpoint`` gives the rank's parts of tensors. Raises ValueError for what no model file
+    supports.
     """
     kind = config.get("model_type")
     if kind not in _MODELS:
         raise ValueError(f"config.json: model_type {kind!r} is not supported, only {', '.join(sorted(_MODELS))}")
     model = _MODELS[kind]
-    return model(config, checkpoint, dtype, device, max_model_len, mtp=mtp, kv_dtype=kv_dtype)
+    return model(config, checkpoint, dtype, device, max_model_len, mtp=mtp, kv_dtype=kv_dtype, parallel=parallel)

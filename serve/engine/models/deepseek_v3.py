@@ -25,6 +25,7 @@ from serve.engine.linear import Linear
 from serve.engine.models.base import Span, check_rows, positions
 from serve.engine.models.mtp import MtpHead
 from serve.engine.moe import MoE
+from serve.engine.parallel import SINGLE, Parallel
 from serve.engine.rope import RotaryTable, rope_parameters, rotate, yarn_mscale
 from serve.engine.swiglu import SwiGLU
 from serve.weights.index import Checkpoint
@@ -61,6 +62,7 @@ class DeepseekV3Model:
         *,
         mtp: bool = False,
         kv_dtype: str | None = None,
+        parallel: Parallel = SINGLE,
     ) -> None:
         if config.get("hidden_act", "silu") != "silu":
             raise ValueError(f"config.json: hidden_act {config['hidden_act']!r} is not supported, only 'silu'")
@@ -68,7 +70,8 @@ class DeepseekV3Model:
         self.hidden: int = config["hidden_size"]
         self.main_layers: int = config["num_hidden_layers"]
         self.kv_layers = self.main_layers + int(mtp)
-        self.heads: int = config["num_attention_heads"]
+        self.parallel = parallel
+        self.heads = parallel.share(config["num_attention_heads"], "num_attention_heads")
         self.latent: int = config["kv_lora_rank"]
         self.rotary: int = config["qk_rope_head_dim"]
         self.plain: int = config["qk_nope_head_dim"]
@@ -90,7 +93,8 @@ class DeepseekV3Model:
         self.mtp = MtpHead(load, f"model.layers.{self.main_layers}.", self.hidden, self.eps) if mtp else None
         self.norm_E = load("model.norm.weight", self.hidden)
         tied = config.get("tie_word_embeddings", False)
-        self.head = Linear(self.embed_VE if tied else load("lm_head.weight", self.vocab_size, self.hidden))
+        rows = parallel.share(self.vocab_size, "vocab_size")
+        self.head = Linear(self.embed_VE[parallel.rows(rows)] if tied else load("lm_head.weight", rows, self.hidden))
 
     def make_layer(self, config: Mapping[str, Any], load: Callable[..., torch.Tensor], layer: int) -> DecoderLayer:
         """One decoder layer, the MTP layer's included."""
@@ -133,7 +137,7 @@ class DeepseekV3Model:
         return Step(cos_N1P, sin_N1P, spans, [_hidden_mask(span, self.device) for span in spans])
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden_NE)
+        return self.parallel.gather(self.head(hidden_NE), -1)
 
 
 class DecoderLayer:
@@ -173,13 +177,13 @@ class DecoderLayer:
         self.up_k_HSR = up_HOR[:, : model.plain].contiguous()
         self.up_v_HRW = up_HOR[:, model.plain :].transpose(1, 2).contiguous()
         out_EO = load(attention + "o_proj.weight", hidden, model.heads * model.value)
-        self.out = Linear(out_EO, bias("o_proj", hidden))
+        self.out = Linear(out_EO, bias("o_proj", hidden) if model.parallel.first else None)
         self.mlp_norm_E = load(prefix + "post_attention_layernorm.weight", hidden)
         self.mlp: SwiGLU | MoE
         if is_dense(config, layer):
-            self.mlp = SwiGLU(load, prefix + "mlp.", hidden, config["intermediate_size"])
+            self.mlp = SwiGLU(load, prefix + "mlp.", hidden, config["intermediate_size"], parallel=model.parallel)
         else:
-            self.mlp = MoE(config, load, prefix + "mlp.")
+            self.mlp = MoE(config, load, prefix + "mlp.", model.parallel)
 
     def forward(self, x_NE: torch.Tensor, step: Step, index: int) -> torch.Tensor:
         model = self.model
@@ -190,8 +194,8 @@ class DecoderLayer:
         self.select(h_NE, latent_NQ, step, index)
         mixed_NHR = self.attend(query_NHX, rows_NX, step, index)
         mixed_NHW = torch.bmm(mixed_NHR.transpose(0, 1), self.up_v_HRW).transpose(0, 1)
-        x_NE = self.out.plus(mixed_NHW.reshape(len(x_NE), -1), x_NE)
-        return self.mlp.plus(F.rms_norm(x_NE, (model.hidden,), self.mlp_norm_E, model.eps), x_NE)
+        x_NE = model.parallel.plus(self.out, mixed_NHW.reshape(len(x_NE), -1), x_NE)
+        return model.parallel.plus(self.mlp, F.rms_norm(x_NE, (model.hidden,), self.mlp_norm_E, model.eps), x_NE)
 
     def select(self, h_NE: torch.Tensor, latent_NQ: torch.Tensor, step: Step, index: int) -> None:
         """Where sparse attention chooses what each token looks at; here each looks at all before it."""

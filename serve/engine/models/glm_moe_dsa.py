@@ -22,6 +22,7 @@ from serve.engine.kv_rows import index_keys
 from serve.engine.linear import Linear
 from serve.engine.models.base import Span, check_rows
 from serve.engine.models.deepseek_v3 import DecoderLayer, DeepseekV3Model, Step
+from serve.engine.parallel import SINGLE, Parallel
 from serve.engine.rope import rotate
 from serve.handoff.layout import indexer_layers
 from serve.weights.index import Checkpoint
@@ -53,6 +54,7 @@ class GlmMoeDsaModel(DeepseekV3Model):
         *,
         mtp: bool = False,
         kv_dtype: str | None = None,
+        parallel: Parallel = SINGLE,
     ) -> None:
         if not config.get("q_lora_rank"):
             raise ValueError("config.json: q_lora_rank is missing; the indexer reads the query latent")
@@ -62,7 +64,9 @@ class GlmMoeDsaModel(DeepseekV3Model):
         self.share_draft_index: bool = config.get("index_share_for_mtp_iteration", False)
         full = (*indexer_layers(config), *([config["num_hidden_layers"]] if mtp else []))
         self.place = {layer: place for place, layer in enumerate(full)}
-        super().__init__(config, checkpoint, dtype, device, max_model_len, mtp=mtp, kv_dtype=kv_dtype)
+        super().__init__(
+            config, checkpoint, dtype, device, max_model_len, mtp=mtp, kv_dtype=kv_dtype, parallel=parallel
+        )
         self.cached_keys = index_keys(kv_dtype, self.index_dim, self.rotary, dtype, self.interleaved)
 
     def make_layer(self, config: Mapping[str, Any], load: Callable[..., torch.Tensor], layer: int) -> DecoderLayer:

@@ -17,6 +17,7 @@ from serve.engine.base import LayerKV
 from serve.engine.kv_cache import CachePlane, KVRegion
 from serve.engine.linear import Linear
 from serve.engine.models.base import Span, causal_mask, check_rows, positions
+from serve.engine.parallel import SINGLE, Parallel
 from serve.engine.rope import RotaryTable, rotate
 from serve.engine.swiglu import SwiGLU
 from serve.handoff.rows import FP8
@@ -24,7 +25,10 @@ from serve.weights.index import Checkpoint
 
 
 class LlamaModel:
-    """See DecoderModel. A region holds, in each layer, K_GCD then V_GCD: every head's rows lie in reading order."""
+    """See DecoderModel. A region holds, in each layer, K_GCD then V_GCD: every head's rows lie in reading order.
+
+    With ``parallel`` H and G are this rank's heads, in the cache, too; inject() and extract() deal in all of them.
+    """
 
     def __init__(
         self,
@@ -36,6 +40,7 @@ class LlamaModel:
         *,
         mtp: bool = False,
         kv_dtype: str | None = None,
+        parallel: Parallel = SINGLE,
     ) -> None:
         if kv_dtype == FP8:
             raise ValueError(
@@ -47,9 +52,11 @@ class LlamaModel:
             raise ValueError(f"config.json: hidden_act {config['hidden_act']!r} is not supported, only 'silu'")
         self.vocab_size: int = config["vocab_size"]
         self.hidden: int = config["hidden_size"]
-        self.heads: int = config["num_attention_heads"]
-        self.kv_heads: int = config.get("num_key_value_heads") or self.heads
-        self.head_dim: int = config.get("head_dim") or self.hidden // self.heads
+        heads: int = config["num_attention_heads"]
+        self.parallel = parallel
+        self.heads = parallel.share(heads, "num_attention_heads")
+        self.kv_heads = parallel.share(config.get("num_key_value_heads") or heads, "num_key_value_heads")
+        self.head_dim: int = config.get("head_dim") or self.hidden // heads
         self.kv_layers: int = config["num_hidden_layers"]
         self.eps: float = config["rms_norm_eps"]
         self.dtype = dtype
@@ -63,7 +70,8 @@ class LlamaModel:
         self.layers = [_Layer(self, config, load, f"model.layers.{layer}.") for layer in range(self.kv_layers)]
         self.norm_E = load("model.norm.weight", self.hidden)
         tied = config.get("tie_word_embeddings", False)
-        self.head = Linear(self.embed_VE if tied else load("lm_head.weight", self.vocab_size, self.hidden))
+        rows = parallel.share(self.vocab_size, "vocab_size")
+        self.head = Linear(self.embed_VE[parallel.rows(rows)] if tied else load("lm_head.weight", rows, self.hidden))
 
     @property
     def cache_planes(self) -> Sequence[CachePlane]:
@@ -74,13 +82,15 @@ class LlamaModel:
         return region.plane("kv").view(self.kv_layers, 2, self.kv_heads, region.tokens, self.head_dim)
 
     def inject(self, cache: torch.Tensor, kv: LayerKV, tokens: int) -> None:
-        shape = (tokens, self.kv_heads, self.head_dim)
+        shape = (tokens, self.kv_heads * self.parallel.size, self.head_dim)
         check_rows(kv, {"k": shape, "v": shape}, self.kv_layers)
         for plane, name in enumerate(("k", "v")):
-            cache[kv.layer, plane, :, :tokens].copy_(kv.planes[name].transpose(0, 1))
+            mine_TGD = kv.planes[name][:, self.parallel.rows(self.kv_heads)]
+            cache[kv.layer, plane, :, :tokens].copy_(mine_TGD.transpose(0, 1))
 
     def extract(self, cache: torch.Tensor, layer: int, start: int, end: int) -> LayerKV:
-        k_TGD, v_TGD = (cache[layer, plane, :, start:end].transpose(0, 1) for plane in range(2))
+        mine = (cache[layer, plane, :, start:end].transpose(0, 1) for plane in range(2))
+        k_TGD, v_TGD = (self.parallel.gather(rows_TGD, 1) for rows_TGD in mine)
         return LayerKV(layer, {"k": k_TGD, "v": v_TGD})
 
     def forward(self, token_ids_N: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
@@ -95,7 +105,7 @@ class LlamaModel:
         return F.rms_norm(x_NE, (self.hidden,), self.norm_E, self.eps)
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
-        return self.head(hidden_NE)
+        return self.parallel.gather(self.head(hidden_NE), -1)
 
 
 class _Layer:
@@ -118,10 +128,11 @@ class _Layer:
         ]
         self.norm_E = load(prefix + "input_layernorm.weight", hidden)
         self.qkv = linear(qkv, hidden, bias=attention_bias)
-        self.out = linear([("self_attn.o_proj", hidden)], self.q_rows, bias=attention_bias)
+        self.out = linear([("self_attn.o_proj", hidden)], self.q_rows, bias=attention_bias and model.parallel.first)
         self.mlp_norm_E = load(prefix + "post_attention_layernorm.weight", hidden)
         mlp_bias = config.get("mlp_bias", False)
-        self.mlp = SwiGLU(load, prefix + "mlp.", hidden, config["intermediate_size"], bias=mlp_bias)
+        inner = config["intermediate_size"]
+        self.mlp = SwiGLU(load, prefix + "mlp.", hidden, inner, bias=mlp_bias, parallel=model.parallel)
 
     def forward(
         self,
@@ -139,8 +150,8 @@ class _Layer:
         q_NHD, k_NGD = turned_NHD.split((model.heads, model.kv_heads), dim=1)
         v_NGD = qkv_NO[:, self.q_rows + self.kv_rows :].view(-1, model.kv_heads, model.head_dim)
         mixed_NO = self._attend(q_NHD, k_NGD, v_NGD, spans, cached, masks)
-        x_NE = self.out.plus(mixed_NO, x_NE)
-        return self.mlp.plus(F.rms_norm(x_NE, (model.hidden,), self.mlp_norm_E, model.eps), x_NE)
+        x_NE = model.parallel.plus(self.out, mixed_NO, x_NE)
+        return model.parallel.plus(self.mlp, F.rms_norm(x_NE, (model.hidden,), self.mlp_norm_E, model.eps), x_NE)
 
     def _attend(
         self,
