@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from runners import cli_changelog, cli_import, cli_jobs, cli_results
+from runners import cli_changelog, cli_ci, cli_import, cli_jobs, cli_results
 
 EXIT_OK, EXIT_INVALID, EXIT_USAGE, EXIT_INFRASTRUCTURE, EXIT_INTERRUPTED = 0, 1, 64, 75, 130
 # typer brings its own copy of click in some versions and uses the installed one in others.
@@ -30,6 +30,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 cli_changelog.register(app)
+cli_ci.register(app)
 cli_jobs.register(app)
 cli_import.register(app)
 cli_results.register(app)
@@ -233,6 +234,7 @@ def _known(error: Exception) -> int | None:
     from configs.document import ConfigError
     from runners.bindings import BindingError
     from runners.changelog import ChangelogError
+    from runners.ci.batch import CiError
     from runners.expand import ExpandError
     from runners.outcome import JobFailure
     from runners.run_folder import RunFolderError
@@ -240,7 +242,7 @@ def _known(error: Exception) -> int | None:
     from runners.submit import SubmitError
     from runners.sweep import PreflightError
 
-    if isinstance(error, (ConfigError, ExpandError, SubmitError, ResultError)):
+    if isinstance(error, (CiError, ConfigError, ExpandError, SubmitError, ResultError)):
         return EXIT_USAGE
     if isinstance(error, (BindingError, RunFolderError, PreflightError, JobFailure, SlurmError)):
         return EXIT_INFRASTRUCTURE

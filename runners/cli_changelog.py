@@ -36,13 +36,16 @@ def check(
         list[Path] | None,
         typer.Option("--config", "-c", help="Matrices whose keys entries may name; default: configs/ beside the file."),
     ] = None,
+    measured: Annotated[
+        bool, typer.Option("--measured", help="Refuse entries without a run, which only ask for a measurement.")
+    ] = False,
 ) -> int:
     """Check that nothing but whole entries was appended since a revision, or pr-links filled in."""
     from runners import changelog
 
     file = path or changelog.default_path()
     matrices = config or sorted((file.resolve().parent / "configs").glob("*.yaml"))
-    change = changelog.changes(file, base, changelog.recipe_keys(matrices) if matrices else None)
+    change = changelog.changes(file, base, changelog.recipe_keys(matrices) if matrices else None, measured=measured)
     added = len(change.added)
     print(f"{file}: {added} entr{'y' if added == 1 else 'ies'} appended since {base}", end="")
     print(f", {len(change.corrected)} pr-link filled in" if change.corrected else "")

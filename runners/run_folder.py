@@ -20,10 +20,13 @@ class RunFolderError(OSError):
 
 
 def run_fingerprint(specs: Sequence[JobSpec]) -> str:
-    """sha256 (hex) over the fingerprints of the run's jobs, in order."""
-    return hashlib.sha256(
-        "\n".join(spec.fingerprint or spec.computed_fingerprint() for spec in specs).encode()
-    ).hexdigest()
+    """`jobs_fingerprint` of the run's jobs."""
+    return jobs_fingerprint([spec.fingerprint or spec.computed_fingerprint() for spec in specs])
+
+
+def jobs_fingerprint(fingerprints: Sequence[str]) -> str:
+    """sha256 (hex) over the fingerprints of jobs, in order."""
+    return hashlib.sha256("\n".join(fingerprints).encode()).hexdigest()
 
 
 def run_name(name: str, fingerprint: str, now: datetime) -> str:

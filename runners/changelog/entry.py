@@ -17,6 +17,7 @@ HEADER = b"# What was measured, newest last. Entries are appended by `baton swee
 MAX_BYTES = 64 << 20
 PLACEHOLDER = "XXX"
 PR_LINK = re.compile(r"https://github\.com/[\w.-]+/[\w.-]+/pull/[1-9][0-9]*")
+THROUGHPUT: tuple[Literal["fixed-seq-len", "agentic-coding"], ...] = ("fixed-seq-len", "agentic-coding")
 _BLOCK = re.compile(rb"^- ", re.MULTILINE)
 
 Line = Annotated[str, Field(min_length=1, pattern=r"^[^\n\r\t\x00]+$")]
@@ -36,10 +37,12 @@ class Entry(Strict):
         default=None, description="Scenarios measured; null when only evals were."
     )
     evals_only: bool = Field(default=False, description="No throughput was measured.")
-    run_id: Line = Field(description="Folder name of the run.")
-    fingerprint: Line = Field(description="sha256 over the fingerprints of the run's jobs.")
-    points_valid: int = Field(ge=0, description="Points whose verdict is valid.")
-    points_total: int = Field(ge=0, description="Points that were planned.")
+    run_id: Line = Field(
+        default=PLACEHOLDER, description="Folder name of the run, or XXX: a request that the keys be measured."
+    )
+    fingerprint: Line = Field(default=PLACEHOLDER, description="sha256 over the fingerprints of the run's jobs.")
+    points_valid: int = Field(default=0, ge=0, description="Points whose verdict is valid.")
+    points_total: int = Field(default=0, ge=0, description="Points that were planned.")
 
 
 def encode(entry: Entry) -> bytes:
@@ -112,12 +115,12 @@ def entry_for(
     total: int,
 ) -> Entry:
     """The entry of a sweep; ``scenarios`` are those of its points."""
-    throughput = "fixed-seq-len" in scenarios
+    measured = tuple(name for name in THROUGHPUT if name in scenarios)
     return Entry(
         config_keys=tuple(dict.fromkeys(keys)),
         description=tuple(description),
-        scenario_type=("fixed-seq-len",) if throughput else None,
-        evals_only=not throughput,
+        scenario_type=measured or None,
+        evals_only=not measured,
         run_id=run_id,
         fingerprint=fingerprint,
         points_valid=valid,

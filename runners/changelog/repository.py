@@ -23,13 +23,20 @@ def check(path: Path, base: str, keys: Collection[str] | None = None) -> list[En
     return list(changes(path, base, keys).added)
 
 
-def changes(path: Path, base: str, keys: Collection[str] | None = None) -> Change:
+def changes(path: Path, base: str, keys: Collection[str] | None = None, *, measured: bool = False) -> Change:
     """What the file changes against revision ``base`` of it, by every rule. With ``keys``, config-keys of new entries
-    must be among them, or patterns with * that match one. Raises ChangelogError, also when base is not known."""
+    must be among them, or patterns with * that match one; with ``measured``, none may still be a request. Raises
+    ChangelogError, also when base is not known."""
     change = compare(at_revision(path, base), read(path), str(path))
+    for entry in change.added if measured else ():
+        if entry.run_id == PLACEHOLDER:
+            raise ChangelogError(
+                f"{path}: the entry for {', '.join(entry.config_keys)} has no run-id: it asks for a measurement that "
+                "is not there; let the sweep workflow fill it in, or take it out"
+            )
     for entry in change.added if keys is not None else ():
         for wanted in entry.config_keys:
-            if not any(_matches(wanted, key) for key in keys or ()):
+            if not any(matches(wanted, key) for key in keys or ()):
                 raise ChangelogError(
                     f"{path}: entry of run {entry.run_id}: no recipe has the key '{wanted}'. "
                     f"{suggestion(wanted, keys or ())}"
@@ -156,7 +163,8 @@ def _merge_heads(folder: Path) -> list[str]:
     return heads.read_text().split() if heads.exists() else []
 
 
-def _matches(wanted: str, key: str) -> bool:
+def matches(wanted: str, key: str) -> bool:
+    """Whether ``wanted``, a key or a pattern in which * stands for any text, means this key."""
     return re.fullmatch(".*".join(re.escape(part) for part in wanted.split("*")), key) is not None
 
 
