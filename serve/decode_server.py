@@ -48,6 +48,14 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--kv-dtype", default=None, choices=KV_DTYPES, help="KV on the wire, fp8 also in the cache (default: --dtype)"
     )
+    p.add_argument(
+        "--engine",
+        default="bundled",
+        choices=["bundled", "tilert", "tilert-stub"],
+        help="what generates: this project, TileRT, or TileRT's stub (default %(default)s)",
+    )
+    p.add_argument("--tilert-profile", default="glm5", help="TileRT's name of the model (default %(default)s)")
+    p.add_argument("--tilert-weights", type=Path, metavar="DIR", help="converted checkpoint (default: --model)")
     p.add_argument("--device", default="cpu", help="torch device of the engine (default %(default)s)")
     p.add_argument("--threads", type=_positive, default=2, help="CPU threads of the engine (default %(default)s)")
     add_ranks_argument(p)
@@ -116,7 +124,7 @@ async def serve(
     options: argparse.Namespace, make_engine: Callable[[argparse.Namespace], DecodeEngine] | None = None
 ) -> int:
     """Starts everything, waits for the end, stops everything. ``make_engine`` replaces the bundled engine (tests)."""
-    return await serve_until_stopped(options, lambda: _start(options, make_engine or _bundled_engine))
+    return await serve_until_stopped(options, lambda: _start(options, make_engine or _engine))
 
 
 class Service(Protocol):
@@ -233,7 +241,17 @@ async def _start(
     return service
 
 
-def _bundled_engine(options: argparse.Namespace) -> DecodeEngine:
+def _engine(options: argparse.Namespace) -> DecodeEngine:
+    if options.engine != "bundled":
+        from serve.engine.tilert_engine import create_tilert_engine
+
+        return create_tilert_engine(
+            profile=options.tilert_profile,
+            weights_dir=options.tilert_weights or options.model,
+            max_model_len=options.max_model_len,
+            speculation=speculation_of(options),
+            stub=options.engine == "tilert-stub",
+        )
     from serve.engine.torch_engine import create_engine
 
     return create_engine(

@@ -262,7 +262,7 @@ class Lifecycle:
             self._record.steps += 1
             self._record.drafted += output.drafted
             self._record.accepted += output.accepted
-            self._record.count_drafts(output.drafted, output.accepted)
+            self._record.count_drafts(output.drafted, output.accepted, output.steps)
             self._service.count_acceptance(output)
             pieces, finish = self._generation.step(output)
             if finish is not None:

@@ -134,11 +134,11 @@ class DecodeService:
 
     def count_acceptance(self, output: StepOutput) -> None:
         """Adds a step's drafts to the acceptance figures."""
-        self.acceptance.add(output.drafted, output.accepted)
+        self.acceptance.add(output.drafted, output.accepted, output.steps)
         self.metrics.drafted.inc(output.drafted)
         self.metrics.accepted.inc(output.accepted)
-        self.metrics.drafted_steps.inc(output.drafted > 0)
-        for position in range(output.accepted):
+        self.metrics.drafted_steps.inc(output.steps if output.drafted else 0)
+        for position in range(output.accepted if output.steps == 1 else 0):
             self.metrics.accepted_at.labels(str(position + 1)).inc()
 
     @property
@@ -197,7 +197,7 @@ class DecodeService:
             {
                 "role": "decode",
                 "model": self.config.model_name,
-                "engine": "bundled",
+                "engine": capabilities.extra.get("engine", "bundled"),
                 "version": self.config.version,
                 "layout": self.layout_sha256,
                 "control": self.receiver.control_address,

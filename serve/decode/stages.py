@@ -38,9 +38,11 @@ class StageRecord:
     status: int | None = None
     code: str | None = None
 
-    def count_drafts(self, drafted: int, accepted: int) -> None:
-        """One step's drafts; ``accepted_at[i]`` counts the steps in which draft i was accepted."""
-        self.drafted_steps += drafted > 0
+    def count_drafts(self, drafted: int, accepted: int, steps: int = 1) -> None:
+        """One step's drafts, or several steps' in sum; ``accepted_at[i]`` counts those that accepted draft i."""
+        self.drafted_steps += steps if drafted else 0
+        if steps > 1:
+            return
         self.accepted_at += [0] * (drafted - len(self.accepted_at))
         for position in range(accepted):
             self.accepted_at[position] += 1

@@ -56,13 +56,17 @@ class Admission:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What one step produced for one sequence: one token, or several with speculation."""
+    """What one step produced for one sequence: one token, or several with speculation.
+
+    ``steps`` is 1 but for an engine that tells of its drafts only in sum: then it is what the sums are of.
+    """
 
     seq_id: int
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
     drafted: int = 0
     accepted: int = 0
+    steps: int = 1
 
 
 @dataclass(frozen=True)

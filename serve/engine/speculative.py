@@ -54,13 +54,15 @@ class AcceptanceCounters:
     accepted: int = 0
     accepted_at: list[int] = field(default_factory=list)
 
-    def add(self, drafted: int, accepted: int) -> None:
-        """One sequence's step; one without drafts is no evidence and is not counted."""
+    def add(self, drafted: int, accepted: int, steps: int = 1) -> None:
+        """One sequence's step; one without drafts is no evidence and is not counted. A sum has no positions."""
         if not drafted:
             return
-        self.steps += 1
+        self.steps += steps
         self.drafted += drafted
         self.accepted += accepted
+        if steps > 1:
+            return
         self.accepted_at += [0] * (drafted - len(self.accepted_at))
         for position in range(accepted):
             self.accepted_at[position] += 1
