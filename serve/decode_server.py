@@ -75,6 +75,13 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--queue-depth", type=_natural, default=16, help="requests that may wait (default %(default)s)")
     p.add_argument("--pool-bytes", type=_positive, default=1 << 28, help="receive pool, in bytes (default %(default)s)")
+    p.add_argument(
+        "--held-prefix-tokens",
+        type=_natural,
+        default=0,
+        metavar="N",
+        help="tokens whose KV may stay in the pool for the next turn of their session (default: none)",
+    )
     p.add_argument("--transport", default="mooncake", choices=["mooncake", "nixl"])
     p.add_argument("--protocol", default="tcp", help="of the transport: tcp, rdma, ucx (default %(default)s)")
     p.add_argument("--handoff-deadline-s", type=_seconds, default=60.0, help="longest wait for a KV cache or a place")
@@ -84,13 +91,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--allow-local-prefill", action="store_true", help="also serve requests that have no hand-off")
     p.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     return p
-    p.add_argument(
-        "--held-prefix-tokens",
-        type=_natural,
-        default=0,
-        metavar="N",
-        help="tokens whose KV may stay in the pool for the next turn of their session (default: none)",
-    )
 
 
 def add_ranks_argument(p: argparse.ArgumentParser) -> None:
@@ -225,6 +225,7 @@ async def _start(
         pool_bytes=options.pool_bytes,
         quarantine_s=options.quarantine_s,
         max_slots=2 * (options.max_batch_size + options.queue_depth),
+        held_prefix_tokens=options.held_prefix_tokens,
     )
     config = ServiceConfig(
         model_name=options.served_model_name,
@@ -256,7 +257,6 @@ def _engine(options: argparse.Namespace) -> DecodeEngine:
 
     return create_engine(
         model_dir=options.model,
-        held_prefix_tokens=options.held_prefix_tokens,
         dtype=options.dtype,
         max_batch_size=options.max_batch_size,
         max_model_len=options.max_model_len,
