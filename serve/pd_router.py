@@ -1,8 +1,9 @@
 """The prefill/decode router and its command line: ``python -m serve.pd_router``.
 
-One request: ``Router.generate`` reads it, ``choose`` finds a prefill and a decode with room, ``first_token`` is hop 1,
-``stream`` is hop 2, whose bytes ``serve.router.relay`` splices through. A hand-off that ends without decode's
-answer is taken back by ``abandon``. Everything about HTTP, health and JSON is one call down, in ``serve.router``.
+One request: ``Router.generate`` reads it, ``serve.router.placement`` finds a prefill and a decode with room,
+``first_token`` is hop 1, ``stream`` is hop 2, whose bytes ``serve.router.relay`` splices through. A hand-off that ends
+without decode's answer is taken back by ``abandon``. Everything about HTTP, health and JSON is one call down, in
+``serve.router``.
 """
 
 from __future__ import annotations
@@ -28,27 +29,26 @@ from serve.openai import RequestError, answer_from_prefill, read_first_token
 from serve.router.body import Generation
 from serve.router.envelope import WISH, EnvelopeDecode, read_envelope
 from serve.router.errors import BackendLost, BackendSilent
-from serve.router.exchange import Exchange, Request
+from serve.router.exchange import Exchange
 from serve.router.fleet import Backend, Decode, Fleet
 from serve.router.hop import hop_request
 from serve.router.ledger import PromptLedger
 from serve.router.listener import HttpServer, Limits
+from serve.router.placement import Placement
 from serve.router.relay import Relay, passed_headers
+from serve.router.sessions import IDLE_S, MAX_SESSIONS, Session, Sessions, session_of
 from serve.router.stages import RouterMetrics, StageLog, StageRecord
 from serve.router.upstream import Collected
 
 log = logging.getLogger("baton.router")
 
 MAX_PREFILL_ANSWER_BYTES = 64 * 1024 * 1024
-RETRY_AFTER_S = 1
-REFRESH_TIMEOUT_S = 1.0
 ABORT_TIMEOUT_S = 2.0
 MAX_ABORTS_AT_ONCE = 256
 SHUTDOWN_GRACE_S = 2.0
 # A decode that answers its probes may take this many deadlines for an answer that is not streamed.
 PATIENCE = 10
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9_.:-]{1,128}")
-SESSION_HEADER = b"x-session-id"
 
 
 class Router:
@@ -62,13 +62,16 @@ class Router:
         deadline_s: float,
         stage_log: StageLog | None = None,
         envelope: bool = False,
+        sessions: Sessions | None = None,
     ) -> None:
         self.fleet = fleet
         self.envelope = envelope
         self.model = model
         self.deadline_s = deadline_s
         self.stage_log = stage_log or StageLog(None)
-        self.metrics = RouterMetrics(fleet)
+        self.sessions = sessions or Sessions()
+        self.placement = Placement(fleet, self.sessions)
+        self.metrics = RouterMetrics(fleet, self.sessions)
         self.ledger = PromptLedger()
         self._aborts: set[asyncio.Task[None]] = set()
         self._started_s = int(time.time())
@@ -102,8 +105,10 @@ class Router:
         exchange.extra_headers.append((b"x-request-id", request_id.encode()))
         record = StageRecord(request_id, request.began, request.began_epoch_s)
         record.session_id = session_of(request)
+        session = self.sessions.turn(record.session_id)
+        record.turn = None if session is None else session.turns
         try:
-            await self.serve(exchange, Generation.parse(request.path, request.body), record)
+            await self.serve(exchange, Generation.parse(request.path, request.body), session, record)
         except RequestError as error:
             _end_with(exchange, error, record)
         except asyncio.CancelledError:
@@ -116,11 +121,14 @@ class Router:
             self.stage_log.write(record)
             self.metrics.observe(record)
 
-    async def serve(self, exchange: Exchange, generation: Generation, record: StageRecord) -> None:
+    async def serve(
+        self, exchange: Exchange, generation: Generation, session: Session | None, record: StageRecord
+    ) -> None:
         """Two tries: a backend found dead before the client got a byte is replaced once, if there is another."""
         dead: Backend | None = None
         while True:
-            prefill, decode = await self.choose(generation, dead)
+            two_hops = generation.max_tokens != 1 or self.envelope
+            prefill, decode = await self.placement.choose(session, dead, two_hops=two_hops)
             try:
                 if decode is None:
                     await self.prefill_only(exchange, generation, prefill, record)
@@ -140,31 +148,6 @@ class Router:
             except BackendSilent as silent:
                 silent.backend.suspect()
                 raise RequestError(silent.where, status=504, code=f"{silent.backend.role}_timeout") from None
-
-    async def choose(self, generation: Generation, dead: Backend | None) -> tuple[Backend, Decode | None]:
-        """A prefill, and a decode with room unless one token is all that is wanted. Raises RequestError 429, 502."""
-        decode: Decode | None = None
-        if generation.max_tokens != 1 or self.envelope:
-            decode = self.fleet.pick_decode(dead)
-            if decode is None and not any(one.healthy for one in self.fleet.decodes):
-                await self.fleet.refresh(self.fleet.decodes, REFRESH_TIMEOUT_S)
-                decode = self.fleet.pick_decode(dead)
-            if decode is None:
-                if any(one.healthy and one is not dead for one in self.fleet.decodes):
-                    message = "Every decode server is at capacity."
-                    raise RequestError(message, status=429, code="decode_full", retry_after_s=RETRY_AFTER_S)
-                raise _none_left(self.fleet.decodes)
-        prefill = self.fleet.pick_prefill(dead)
-        if prefill is None:
-            if decode is None:
-                await self.fleet.refresh(self.fleet.prefills, REFRESH_TIMEOUT_S)
-            else:
-                with decode.lease():  # the place stays ours while the prefills are asked
-                    await self.fleet.refresh(self.fleet.prefills, REFRESH_TIMEOUT_S)
-            prefill = self.fleet.pick_prefill(dead)
-        if prefill is None:
-            raise _none_left(self.fleet.prefills)
-        return prefill, decode
 
     async def prefill_only(
         self, exchange: Exchange, generation: Generation, prefill: Backend, record: StageRecord
@@ -188,6 +171,8 @@ class Router:
         with decode.lease():
             try:
                 wish = {**names, "decode_control": control, "deadline_s": self.deadline_s}
+                if record.session_id is not None:
+                    wish["session_id"] = record.session_id
                 answer = await self.first_token(exchange, prefill, generation.prefill_body(wish), record)
                 if answer.status != 200:
                     reason = f"prefill answered {answer.status}"
@@ -322,6 +307,7 @@ class Router:
             "model": self.model,
             "prefill": [one.snapshot() for one in self.fleet.prefills],
             "decode": [one.snapshot() for one in self.fleet.decodes],
+            "sessions": self.sessions.snapshot(),
         }
         exchange.respond_json(200, orjson.dumps(info))
 
@@ -329,20 +315,8 @@ class Router:
         exchange.respond(200, self.metrics.page(), [(b"content-type", b"text/plain; version=0.0.4; charset=utf-8")])
 
 
-def session_of(request: Request) -> str | None:
-    """The session that a client names in ``x-session-id``; an id that is not plain is no id."""
-    given = request.header(SESSION_HEADER)
-    return given.decode() if given is not None and _REQUEST_ID.fullmatch(given) else None
-
-
 def _request_id(given: bytes | None) -> str:
     return given.decode() if given is not None and _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-
-
-def _none_left(backends: list[Backend] | list[Decode]) -> RequestError:
-    role = backends[0].role
-    what = "; ".join(f"{one.url}: {one.reason}" for one in backends if not one.healthy)
-    return RequestError(f"No {role} server can be used. {what}", status=502, code=f"{role}_unavailable")
 
 
 def _end_with(exchange: Exchange, error: RequestError, record: StageRecord) -> None:
@@ -372,7 +346,12 @@ async def run(arguments: argparse.Namespace) -> int:
         print(f"pd_router: {error}", file=sys.stderr)
         return 1
     router = Router(
-        fleet, model=arguments.model, deadline_s=arguments.deadline_s, stage_log=stage_log, envelope=envelope
+        fleet,
+        model=arguments.model,
+        deadline_s=arguments.deadline_s,
+        stage_log=stage_log,
+        envelope=envelope,
+        sessions=Sessions(arguments.max_sessions, arguments.session_idle_s),
     )
     server = HttpServer(router.handle, Limits())
     try:
@@ -410,9 +389,25 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
         choices=["baton", "envelope"],
         help="who finds the KV cache: our decode by a slot, or the engines by what prefill answers (%(default)s)",
     )
+    parser.add_argument(
+        "--max-sessions", type=_count, default=MAX_SESSIONS, help="conversations remembered (default %(default)s)"
+    )
+    parser.add_argument(
+        "--session-idle-s",
+        type=_positive,
+        default=IDLE_S,
+        help="a conversation is forgotten after (default %(default)g)",
+    )
     parser.add_argument("--stage-log", type=Path, metavar="PATH", help="append one JSON line a request")
     parser.add_argument("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     return parser.parse_args(argv)
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if not 0 < value <= 1 << 24:
+        raise argparse.ArgumentTypeError(f"{text} is not in [1, {1 << 24}]")
+    return value
 
 
 def _positive(text: str) -> float:

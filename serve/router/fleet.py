@@ -201,13 +201,17 @@ class Fleet:
         for backend in self.all:
             backend.pool.close()
 
-    def pick_prefill(self, without: Backend | None = None) -> Backend | None:
-        """The healthy prefill with the fewest requests in flight, in turn among equals."""
+    def pick_prefill(self, without: Backend | None = None, prefer: Backend | None = None) -> Backend | None:
+        """``prefer`` if it can be used; else of the healthy ones, in turn, one with the fewest requests in flight."""
+        if prefer is not None and prefer.healthy and prefer is not without:
+            return prefer
         healthy = [one for one in self._in_turn(self.prefills) if one.healthy and one is not without]
         return self._picked(min(healthy, key=lambda one: one.inflight, default=None), self.prefills)
 
-    def pick_decode(self, without: Backend | None = None) -> Decode | None:
-        """The next healthy decode in turn that has room."""
+    def pick_decode(self, without: Backend | None = None, prefer: Backend | None = None) -> Decode | None:
+        """``prefer`` if it can be used, else the next healthy decode in turn that has room."""
+        if isinstance(prefer, Decode) and prefer.healthy and prefer.has_room and prefer is not without:
+            return prefer
         healthy = (one for one in self._in_turn(self.decodes) if one.healthy and one is not without)
         return self._picked(next((one for one in healthy if one.has_room), None), self.decodes)
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 import orjson
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
 
 if TYPE_CHECKING:
     from serve.router.fleet import Fleet
+    from serve.router.sessions import Sessions
 
 log = logging.getLogger("baton.router")
 
@@ -30,6 +35,7 @@ class StageRecord:
     decode: str | None = None
     prompt_tokens: int | None = None
     session_id: str | None = None
+    turn: int | None = None
     session_shared_tokens: int | None = None
     seen_tokens: int | None = None
     status: int = 0
@@ -57,6 +63,7 @@ class StageRecord:
             "decode": self.decode,
             "prompt_tokens": self.prompt_tokens,
             "session_id": self.session_id,
+            "turn": self.turn,
             "session_shared_tokens": self.session_shared_tokens,
             "seen_tokens": self.seen_tokens,
         }
@@ -96,10 +103,31 @@ class StageLog:
             self._file = None
 
 
+class _SessionMetrics(Collector):
+    """What the sessions count themselves."""
+
+    def __init__(self, sessions: Sessions) -> None:
+        self._sessions = sessions
+
+    def collect(self) -> Iterator[Metric]:
+        self._sessions.expire()
+        yield GaugeMetricFamily("baton_router_sessions", "Sessions remembered", value=len(self._sessions))
+        turns = CounterMetricFamily(
+            "baton_router_session_turns", "Turns of sessions by where they went", labels=["role", "outcome"]
+        )
+        for labels, count in self._sessions.outcomes.items():
+            turns.add_metric(labels, count)
+        yield turns
+        forgotten = CounterMetricFamily("baton_router_sessions_forgotten", "Sessions forgotten", labels=["reason"])
+        for reason, count in self._sessions.forgotten.items():
+            forgotten.add_metric([reason], count)
+        yield forgotten
+
+
 class RouterMetrics:
     """The /metrics page."""
 
-    def __init__(self, fleet: Fleet) -> None:
+    def __init__(self, fleet: Fleet, sessions: Sessions) -> None:
         self._fleet = fleet
         self._registry = CollectorRegistry()
         self._requests = Counter(
@@ -126,6 +154,7 @@ class RouterMetrics:
         self._healthy = Gauge("baton_router_backend_healthy", "1 when in use", labels, registry=self._registry)
         self._inflight = Gauge("baton_router_backend_inflight", "Requests in flight", labels, registry=self._registry)
         self._capacity = Gauge("baton_router_decode_capacity", "Requests at most", ["url"], registry=self._registry)
+        self._registry.register(_SessionMetrics(sessions))
 
     def observe(self, record: StageRecord) -> None:
         self._requests.labels(str(record.status)).inc()
