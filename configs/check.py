@@ -8,7 +8,7 @@ from configs.check_pairs import check_pairs
 from configs.check_space import check_duplicates, check_nodes, check_space, spaces, yaml_bool
 from configs.check_topology import Finding, Path, check_topology
 from configs.cluster import Cluster
-from configs.engine_args import CAPABILITIES, FRAMEWORK_OF, PAIRINGS
+from configs.engine_args import CAPABILITIES, FRAMEWORK_OF, PAIRINGS, BundledDecodeArgs
 from configs.entry import MatrixEntry
 from configs.model import Model
 
@@ -199,9 +199,12 @@ def _check_model_use(entry: MatrixEntry, model: Model) -> list[Finding]:
         where = ("max-model-len",) if entry.max_model_len is not None else ("scenarios",)
         findings.append(Finding(where, message, code="context-above-model"))
     if entry.disagg and entry.roles.decode is not None and entry.roles.decode.engine == "bundled":
-        need = model.architecture.kv_bytes_per_token(entry.handoff.kv_dtype) * entry.served_len()
+        args = entry.roles.decode.args
+        held = args.held_prefix_tokens if isinstance(args, BundledDecodeArgs) else 0
+        need = model.architecture.kv_bytes_per_token(entry.handoff.kv_dtype) * (entry.served_len() + held)
         if need > entry.handoff.pool_mib << 20:
-            message = f"{entry.handoff.pool_mib} MiB cannot hold one request of {entry.served_len()} tokens"
+            beside = f" beside {held} held-prefix-tokens" if held else ""
+            message = f"{entry.handoff.pool_mib} MiB cannot hold one request of {entry.served_len()} tokens{beside}"
             findings.append(
                 Finding(("handoff", "pool-mib"), f"{message}: that needs {-(-need >> 20)} MiB.", code="pool-short")
             )

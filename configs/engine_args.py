@@ -190,11 +190,20 @@ class BundledPrefillArgs(Strict):
 class BundledDecodeArgs(Strict):
     """Arguments of serve.decode_server."""
 
+    backend: Literal["torch", "tilert"] = Field(
+        default="torch", description="What generates: this project's engine, or TileRT's behind the same server."
+    )
     dtype: TensorDtype = Field(default="bfloat16", description="Compute dtype.")
     max_batch_size: int = Field(default=8, gt=0, le=1024, description="Sequences decoded in one step.")
     queue_depth: int = Field(default=16, ge=0, le=65536, description="Requests that wait beyond the batch; then 429.")
     kv_capacity_tokens: int | None = Field(
         default=None, gt=0, description="Tokens of the KV cache of one worker; null is max-batch-size x max-model-len."
+    )
+    held_prefix_tokens: int = Field(
+        default=0,
+        ge=0,
+        le=1 << 24,
+        description="Prompt tokens whose rows stay in pool-mib for their session's next turn; requests evict them.",
     )
     threads: int | None = Field(default=None, gt=0, description="CPU threads of one worker; null is torch's default.")
     allow_local_prefill: bool = Field(default=False, description="Prefill requests that come without a hand-off.")

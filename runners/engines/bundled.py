@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from configs.engine_args import BundledDecodeArgs, BundledPrefillArgs, BundledRouterArgs
 from configs.job import EngineName, PrepareStep, Readiness, RoleName
+from runners.engines import bundled_tilert
 from runners.engines.base import EngineError, RoleContext, flag, one_node, ready, transport_packages
 
 READY_WORKER_S = 180.0
@@ -21,7 +22,7 @@ class BundledAdapter:
         return ("http", "control") if context.role == "decode" else ("http",)
 
     def prepare(self, context: RoleContext) -> tuple[PrepareStep, ...]:
-        return ()
+        return bundled_tilert.prepare(context) if bundled_tilert.chosen(context) else ()
 
     def argv(self, context: RoleContext) -> tuple[str, ...]:
         if context.role == "router":
@@ -55,7 +56,10 @@ class BundledAdapter:
         )
 
     def reads(self, context: RoleContext) -> tuple[str, ...]:
-        return ("@repo@/serve",) if context.role == "router" else ("@model@", "@repo@/serve")
+        if context.role == "router":
+            return ("@repo@/serve",)
+        converted = (bundled_tilert.weights(context),) if bundled_tilert.chosen(context) else ()
+        return ("@model@", "@repo@/serve", *converted)
 
     def writes(self, context: RoleContext) -> tuple[str, ...]:
         return (context.stage_log,)
@@ -63,6 +67,8 @@ class BundledAdapter:
     def packages(self, context: RoleContext) -> tuple[str, ...]:
         if context.role == "router":
             return ("baton-bench",)
+        if bundled_tilert.chosen(context):
+            return ("baton-bench", "tilert", "torch", "transformers", *transport_packages(context))
         return ("baton-bench", "torch", "transformers", *transport_packages(context))
 
     def _prefill(self, context: RoleContext) -> tuple[str, ...]:
@@ -96,10 +102,11 @@ class BundledAdapter:
             *flag("kv-capacity-tokens", args.kv_capacity_tokens),
             *("--queue-depth", str(args.queue_depth)),
             *("--pool-bytes", str(handoff.pool_bytes)),
+            *flag("held-prefix-tokens", args.held_prefix_tokens or None),
             *_transfer(context),
             *flag("threads", args.threads),
             *flag("allow-local-prefill", args.allow_local_prefill),
-            *_devices(context),
+            *(bundled_tilert.argv(context, args) if args.backend == "tilert" else _devices(context)),
             *self.acceptance_argv(context),
         )
 

@@ -181,7 +181,8 @@ def host_terms(role: Role) -> list[Term]:
     if role.spec.disagg and handoff.transport != "none":
         if arguments.has("--pool-bytes"):
             pool = arguments.integer("--pool-bytes") or handoff.pool_bytes
-            text = "slots sized by the request"
+            held = arguments.integer("--held-prefix-tokens")
+            text = "slots sized by the request" + (f", {held:,} tokens held at most" if held else "")
             terms.append(Term(f"{name}: receive pool", pool, text, "handoff.pool-mib", "handoff", "lower pool-mib"))
         elif "BatonConnector" in (arguments.text("--kv-transfer-config") or ""):
             size, text = handoff.staging_bytes, "the first rank sends for all"

@@ -56,7 +56,11 @@ LOCAL: list[tuple[Change, str]] = [
     (lambda e: e["evals"].append(dict(e["evals"][0])), "the same as an earlier one"),
     (lambda e: e["evals"][0].update(conc=25), "25 is more than the decode workers take (24)"),
     (lambda e: space(e).update({"conc-list": [25]}), "concurrency 25 is more than the decode workers take (24)"),
-    (lambda e: e["handoff"].update({"pool-mib": 89}), "cannot hold one request of 2048 tokens: that needs 90 MiB"),
+    (
+        lambda e: (e["handoff"].update({"pool-mib": 89}), e["roles"]["decode"]["args"].pop("held-prefix-tokens")),
+        "cannot hold one request of 2048 tokens: that needs 90 MiB",
+    ),
+    (lambda e: e["handoff"].update({"pool-mib": 449}), "of 2048 tokens beside 8192 held-prefix-tokens: that needs 450"),
     (lambda e: e["handoff"].update({"kv-dtype": "fp8"}), "smollm2-135m has none. Write bfloat16 or float32."),
     (lambda e: space(e).update({"spec-decoding": "draft_model", "draft-depth": 1}), "bundled cannot do 'draft_model'"),
     (lambda e: space(e).update({"spec-decoding": "mtp"}), "draft-depth need each other"),

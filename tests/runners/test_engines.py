@@ -68,6 +68,11 @@ def test_decode_gets_pool_batch_and_ports(tmp_path: Path) -> None:
     assert option(process, "--pool-bytes") == str(512 << 20)
     assert option(process, "--max-batch-size") == "8" and option(process, "--queue-depth") == "16"
     assert "--allow-local-prefill" not in process.argv
+    assert option(process, "--held-prefix-tokens") == "8192"
+    entry = local_entry()
+    entry["roles"]["decode"]["args"]["held-prefix-tokens"] = 0
+    _, process = process_of(tmp_path, entry, "decode-0")
+    assert "--held-prefix-tokens" not in process.argv
 
 
 def test_router_knows_every_prefill_and_decode(tmp_path: Path) -> None:
