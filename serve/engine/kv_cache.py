@@ -60,6 +60,10 @@ class KVCache:
             for plane in planes
         }
 
+    def plane(self, name: str) -> torch.Tensor:
+        """[L, capacity_tokens * row_elements]: every region's rows, for what reads them where they lie."""
+        return self._arena[name]
+
     @property
     def free_tokens(self) -> int:
         return self._pool.free_bytes

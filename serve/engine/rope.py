@@ -88,6 +88,15 @@ def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
     return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
 
 
+def attention_scale(config: Mapping[str, Any]) -> float:
+    """What latent attention multiplies its scores with: 1 / sqrt(dims of a key), and YaRN's temperature squared."""
+    scale = float((config["qk_nope_head_dim"] + config["qk_rope_head_dim"]) ** -0.5)
+    rope = rope_parameters(config)
+    if rope["rope_type"] != "default" and rope.get("mscale_all_dim"):
+        scale *= yarn_mscale(rope["factor"], rope["mscale_all_dim"]) ** 2
+    return scale
+
+
 def _yarn_amplitude(rope: Mapping[str, Any]) -> float:
     if rope.get("attention_factor") is not None:
         return float(rope["attention_factor"])

@@ -201,6 +201,21 @@ class MtpDrafter:
         self._model.draft(torch.tensor(sequence.token_ids, device=self._device), sequence.hidden_NE, [span], None)
 
 
+class ChainDrafter(MtpDrafter):
+    """The same for a model that computes all drafts of a step at once, without asking for each token in between."""
+
+    def propose(self, sequences: Sequence[Verified]) -> list[list[int]]:
+        if not sequences:
+            return []
+        model: Any = self._model
+        spans = [Span(s.cache, s.start, len(s.token_ids)) for s in sequences]
+        token_ids_N = torch.tensor([t for s in sequences for t in s.token_ids], device=self._device)
+        states = [s.hidden_NE for s in sequences]
+        hidden_NE = states[0] if len(states) == 1 else torch.cat(states)
+        drafts: list[list[int]] = model.draft_chain(token_ids_N, hidden_NE, spans, self._depth)
+        return drafts
+
+
 class NgramHistory:
     """A sequence's tokens and where each of its n-grams last went on."""
 
@@ -254,7 +269,8 @@ def create_drafter(model: DecoderModel, speculation: Speculation, device: torch.
     if speculation.method == "ngram":
         return NgramDrafter(speculation.depth, fill=speculation.simulated_length is not None)
     drafting: Any = model
-    return MtpDrafter(drafting, speculation.depth, device)
+    drafter = ChainDrafter if hasattr(model, "draft_chain") else MtpDrafter
+    return drafter(drafting, speculation.depth, device)
 
 
 def create_verifier(speculation: Speculation | None) -> Verifier:

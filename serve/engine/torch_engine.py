@@ -24,8 +24,8 @@ from serve.engine.base import (
     StepOutput,
 )
 from serve.engine.kv_cache import KVRegion
-from serve.engine.models import create_model
-from serve.engine.models.base import DecoderModel, Span
+from serve.engine.models import StepKind, create_model
+from serve.engine.models.base import BoundModel, DecoderModel, Span
 from serve.engine.parallel import SINGLE, Parallel, device_of
 from serve.engine.ranked_model import RankedModel, kv_cache_of, load_on_ranks
 from serve.engine.ranks import settings_of
@@ -86,6 +86,8 @@ class TorchEngine:
         with torch.inference_mode():
             arena_tokens = kv_capacity_tokens + max_batch_size * self._slack_tokens
             self._kv = kv_cache_of(model, arena_tokens, device)
+            if isinstance(model, BoundModel):
+                model.bind(self._kv, max_batch_size, self._slack_tokens)
         self._sequences: dict[int, _Sequence] = {}
         self._capabilities = Capabilities(
             max_batch_size=max_batch_size,
@@ -314,10 +316,11 @@ def create_engine(
     speculation: Speculation | None = None,
     kv_dtype: str | None = None,
     ranks: int = 1,
+    step: StepKind = "auto",
 ) -> TorchEngine:
     """Loads a Hugging Face checkpoint directory. ``threads`` is torch's thread count, which is process-wide;
     ``kv_dtype`` fp8 quantizes the KV cache, anything else keeps it in ``dtype``. ``ranks`` - 1 processes are started
-    that hold the other parts of the model, each on a device of its own; close() ends them.
+    that hold the other parts of the model, each on a device of its own; close() ends them. ``step`` is create_model's.
 
     Raises ValueError (CheckpointError included) for a checkpoint or a size that cannot be served, EngineLost when a
     rank does not come up.
@@ -328,7 +331,7 @@ def create_engine(
     target = device_of(device, 0, ranks)
 
     def load(parallel: Parallel) -> DecoderModel:
-        return load_model(model_dir, dtype, max_model_len, threads, target, speculation, kv_dtype, parallel)
+        return load_model(model_dir, dtype, max_model_len, threads, target, speculation, kv_dtype, parallel, step)
 
     settings = settings_of(model_dir, dtype, max_model_len, threads, speculation, kv_dtype)
     model = load_on_ranks(ranks, settings, device, load)
@@ -352,6 +355,7 @@ def load_model(
     speculation: Speculation | None,
     kv_dtype: str | None = None,
     parallel: Parallel = SINGLE,
+    step: StepKind = "eager",
 ) -> DecoderModel:
     """The checkpoint's model, with its MTP layer when ``speculation`` drafts by it; one rank's part with ``parallel``.
 
@@ -380,6 +384,7 @@ def load_model(
             mtp=mtp,
             kv_dtype=kv_dtype,
             parallel=parallel,
+            step=step,
         )
 
 

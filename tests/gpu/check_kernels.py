@@ -18,6 +18,8 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16 = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 ROUNDED, SUMMED = 5e-3, 1e-5
 TOKENS = [1, 2, 4, 7, 8]
+# Where the tokens are the narrow side of a matrix product, they are padded to 16, 32 and 64.
+MORE_TOKENS = [*TOKENS, 12, 32, 64]
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +52,7 @@ def near(actual: torch.Tensor, wanted: torch.Tensor, tolerance: float) -> None:
 
 
 @pytest.mark.parametrize("e4m3", [False, True])
-@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("tokens", MORE_TOKENS)
 @pytest.mark.parametrize("shape", [(256, 512), (320, 640), (38, 256)])
 def check_linear(tokens: int, shape: tuple[int, int], e4m3: bool) -> None:
     x, w = randn(tokens, shape[1]), weight(*shape, e4m3=e4m3)
@@ -60,17 +62,17 @@ def check_linear(tokens: int, shape: tuple[int, int], e4m3: bool) -> None:
 
 
 @pytest.mark.parametrize("e4m3", [False, True])
-@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("tokens", MORE_TOKENS)
 def check_feed_forward(tokens: int, e4m3: bool) -> None:
     x, gate, up = randn(tokens, 256), weight(384, 256, e4m3=e4m3), weight(384, 256, e4m3=e4m3)
     near(fused.gate_up(x, gate, up), reference.gate_up(x, gate, up), ROUNDED)
 
 
 @pytest.mark.parametrize("e4m3", [False, True])
-@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("tokens", MORE_TOKENS)
 @pytest.mark.parametrize("experts", [4, 16])
 def check_routed(tokens: int, experts: int, e4m3: bool) -> None:
-    """With 4 experts for up to 8 tokens of 3 places, most experts are chosen by several tokens."""
+    """With 4 experts for up to 64 tokens of 3 places, most experts are chosen by several tokens."""
     x, both, down = (
         randn(tokens, 256),
         weight(experts, 512, 256, e4m3=e4m3),
@@ -93,12 +95,13 @@ def check_add_norm(tokens: int, routed: bool) -> None:
         near(actual, wanted, ROUNDED)
 
 
+@pytest.mark.parametrize("groups", [(1, 1), (8, 3)])
 @pytest.mark.parametrize("normalise", [False, True])
 @pytest.mark.parametrize("tokens", TOKENS)
-def check_route(tokens: int, normalise: bool) -> None:
+def check_route(tokens: int, normalise: bool, groups: tuple[int, int]) -> None:
     h, router, correction = randn(tokens, 256), weight(64, 256, e4m3=False), torch.randn(64, device=DEVICE)
-    ids, share = fused.route(h, router, correction, 6, 2.5, normalise)
-    wanted_ids, wanted_share = reference.route(h, router, correction, 6, 2.5, normalise)
+    ids, share = fused.route(h, router, correction, 6, 2.5, normalise, groups)
+    wanted_ids, wanted_share = reference.route(h, router, correction, 6, 2.5, normalise, groups)
     order, wanted_order = ids.argsort(-1), wanted_ids.argsort(-1)
     assert torch.equal(ids.gather(1, order), wanted_ids.gather(1, wanted_order))
     near(share.gather(1, order), wanted_share.gather(1, wanted_order), SUMMED)
@@ -109,18 +112,23 @@ def table(capacity: int, half: int) -> tuple[torch.Tensor, torch.Tensor]:
     return angles.cos().to(BF16), angles.sin().to(BF16)
 
 
+def spread(tokens: int, rows: int) -> torch.Tensor:
+    """Bases of tokens of sequences of so many rows, no two next to each other of the same."""
+    return torch.arange(tokens, device=DEVICE).flip(0) * 3 % 8 * rows
+
+
 @pytest.mark.parametrize("indexed", [False, True])
 @pytest.mark.parametrize("tokens", TOKENS)
 def check_latents(tokens: int, indexed: bool) -> None:
     cos, sin = table(64, 16)
-    positions = torch.arange(40, 40 + tokens, device=DEVICE)
+    positions, bases = torch.arange(40, 40 + tokens, device=DEVICE), spread(tokens, 100)
     down, query_norm, kv_norm = randn(tokens, 192 + 128 + 32 + 64 * indexed), randn(192), randn(128)
     index_norm = randn(2, 64) if indexed else None
     results = []
     for ops in (fused, reference):
-        rows = torch.ones(64, 160, dtype=BF16, device=DEVICE)
-        keys = torch.ones(64, 64, dtype=BF16, device=DEVICE) if indexed else None
-        query = ops.latents(down, query_norm, kv_norm, index_norm, (1e-6, 1e-5), cos, sin, positions, rows, keys)
+        rows = torch.ones(900, 160, dtype=BF16, device=DEVICE)
+        keys = torch.ones(900, 64, dtype=BF16, device=DEVICE) if indexed else None
+        query = ops.latents(down, query_norm, kv_norm, index_norm, (1e-6, 1e-5), cos, sin, positions, bases, rows, keys)
         results.append([query, rows, *([keys] if keys is not None else [])])
     for actual, wanted in zip(*results, strict=True):
         near(actual, wanted, ROUNDED)
@@ -143,10 +151,10 @@ def check_absorb_query(tokens: int) -> None:
 @pytest.mark.parametrize("tokens", TOKENS)
 def check_index_scores(tokens: int, position: int) -> None:
     cos, sin = table(300, 32)
-    positions = torch.arange(position, position + tokens, device=DEVICE)
-    query, share, keys = randn(tokens, 16 * 128 + 32)[:, 32:], randn(tokens, 16), randn(300, 128)
-    actual = fused.index_scores(query, share, keys, cos, sin, positions)
-    wanted = reference.index_scores(query, share, keys, cos, sin, positions)
+    positions, bases = torch.arange(position, position + tokens, device=DEVICE), spread(tokens, 300)
+    query, share, keys = randn(tokens, 16 * 128 + 32)[:, 32:], randn(tokens, 16), randn(2400, 128)
+    actual = fused.index_scores(query, share, keys, cos, sin, positions, bases)
+    wanted = reference.index_scores(query, share, keys, cos, sin, positions, bases)
     known = wanted > -torch.inf
     assert torch.equal(actual > -torch.inf, known)
     near(actual[known], wanted[known], SUMMED * 100)
@@ -159,21 +167,32 @@ def check_select_rows(tokens: int, capacity: int) -> None:
     scores[:, capacity - capacity // 4 :] = -torch.inf
     scores[:, : capacity // 8] = 0.25
     count = min(2048, capacity // 3)
-    rows = fused.select_rows(scores, count).long()
-    wanted = reference.select_rows(scores, count).long()
+    positions = torch.full((tokens,), capacity - capacity // 4 - 1, device=DEVICE)
+    rows = fused.select_rows(scores, count, positions).long()
+    wanted = reference.select_rows(scores, count, positions).long()
     assert (rows.sort(-1).values.diff(dim=-1) > 0).all() and rows.min() >= 0 and rows.max() < capacity
     assert torch.equal(scores.gather(1, rows).sort(-1).values, scores.gather(1, wanted).sort(-1).values)
 
 
+@pytest.mark.parametrize("known", [1, 30, 9000])
+def check_select_rows_takes_all_where_fewer_are_known(known: int) -> None:
+    """What is scored after the position, here the best of all, must not push out what is before it."""
+    scores, positions = randn(2, 20000, dtype=torch.float32), torch.full((2,), known - 1, device=DEVICE)
+    scores[:, known:] = 99.0
+    rows = fused.select_rows(scores, 9500, positions).long().sort(-1).values
+    assert torch.equal(rows, torch.arange(9500, device=DEVICE).expand(2, -1))
+
+
+@pytest.mark.parametrize("dense", [False, True])
 @pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("position", [20, 480])
-def check_attend(tokens: int, position: int) -> None:
-    """At position 20 most selected rows are later than the token and must not count."""
-    positions = torch.arange(position, position + tokens, device=DEVICE)
+@pytest.mark.parametrize("position", [0, 20, 480])
+def check_attend(tokens: int, position: int, dense: bool) -> None:
+    """Up to position 20 most selected rows are later than the token and must not count."""
+    positions, bases = torch.arange(position, position + tokens, device=DEVICE), spread(tokens, 512)
     heads, latent, rotary, plain, value = 20, 128, 32, 48, 64
-    query, rows = randn(tokens, heads, latent + rotary), randn(512, latent + rotary)
+    query, rows = randn(tokens, heads, latent + rotary), randn(4096, latent + rotary)
     expand = randn(heads, plain + value, latent) * 0.1
     selected = torch.stack([torch.randperm(512, device=DEVICE)[:200] for _ in range(tokens)]).to(torch.int32)
     selected[:, 0] = 0
-    arguments = (query, rows, selected, positions, 0.05, expand, plain)
+    arguments = (query, rows, None if dense else selected, positions, bases, 0.05, expand, plain)
     near(fused.attend(*arguments), reference.attend(*arguments), 2 * ROUNDED)

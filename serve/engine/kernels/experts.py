@@ -1,4 +1,4 @@
-"""Feed-forward blocks for 1 to 8 tokens: one dense block, or each token's experts gathered by their ids.
+"""Feed-forward blocks for 1 to 64 tokens: one dense block, or each token's experts gathered by their ids.
 
 With several tokens, a program first looks whether an earlier (token, place) has its expert: then it has nothing to do,
 because that one computes the expert for every token that chose it. So each expert is read once, however many chose it.
@@ -10,7 +10,16 @@ import torch
 import triton
 import triton.language as tl
 
-from serve.engine.kernels.linear import PADDED_TOKENS, Tile, _product, check_tokens, fitted_cols, narrow, scale_of
+from serve.engine.kernels.linear import (
+    Tile,
+    _product,
+    check_tokens,
+    fitted_cols,
+    fitted_stages,
+    narrow,
+    padded,
+    scale_of,
+)
 from serve.engine.kernels.weight import BLOCK, Weight
 
 
@@ -20,23 +29,23 @@ def _silu_product(gate, up):
 
 
 @triton.jit
-def _expert_of(ids, pair, TOKENS: tl.constexpr, PADDED: tl.constexpr, PLACES: tl.constexpr, PAIRS: tl.constexpr):
+def _expert_of(ids, pair, token_count, PADDED: tl.constexpr, PLACES: tl.constexpr, PAIRS: tl.constexpr):
     """(the pair's expert, whether an earlier pair has it, each token's place for it, which tokens chose it)."""
     expert = tl.load(ids + pair)
     all_pairs = tl.arange(0, PAIRS)
-    everyone = tl.load(ids + all_pairs, mask=all_pairs < TOKENS * PLACES, other=-1)
+    everyone = tl.load(ids + all_pairs, mask=all_pairs < token_count * PLACES, other=-1)
     earlier = tl.sum(((everyone == expert) & (all_pairs < pair)).to(tl.int32), axis=0)
     tokens = tl.arange(0, PADDED)
     place = tl.zeros([PADDED], tl.int32)
     chose = tl.zeros([PADDED], tl.int32)
     for candidate in tl.static_range(PLACES):
-        theirs = tl.load(ids + tokens * PLACES + candidate, mask=tokens < TOKENS, other=-1) == expert
+        theirs = tl.load(ids + tokens * PLACES + candidate, mask=tokens < token_count, other=-1) == expert
         place = tl.where(theirs, candidate, place)
         chose = tl.where(theirs, 1, chose)
     return expert, earlier > 0, place, chose > 0
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["token_count"])
 def _gate_up(
     x,
     gate,
@@ -48,12 +57,12 @@ def _gate_up(
     x_stride,
     expert_stride,
     expert_scale_stride,
+    token_count,
     INPUTS: tl.constexpr,
     INNER: tl.constexpr,
     ROUTED: tl.constexpr,
     PLACES: tl.constexpr,
     PAIRS: tl.constexpr,
-    TOKENS: tl.constexpr,
     PADDED: tl.constexpr,
     MATRIX: tl.constexpr,
     E4M3: tl.constexpr,
@@ -66,13 +75,13 @@ def _gate_up(
     rows = first + tl.arange(0, ROWS)
     cols = tl.arange(0, COLS)
     tokens = tl.arange(0, PADDED)
-    live = tokens < TOKENS
+    live = tokens < token_count
     place = tl.zeros([PADDED], tl.int32)
     if ROUTED:
         if not MATRIX:
             expert = tl.load(ids + pair)
         else:
-            expert, done, place, live = _expert_of(ids, pair, TOKENS, PADDED, PLACES, PAIRS)
+            expert, done, place, live = _expert_of(ids, pair, token_count, PADDED, PLACES, PAIRS)
             if done:
                 return
         gate += expert.to(tl.int64) * expert_stride
@@ -115,7 +124,7 @@ def _gate_up(
         tl.store(target, y.to(out.dtype.element_ty), mask=live[None, :] & (rows < INNER)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["token_count"])
 def _down(
     inner,
     down,
@@ -124,11 +133,11 @@ def _down(
     out,
     expert_stride,
     expert_scale_stride,
+    token_count,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     PLACES: tl.constexpr,
     PAIRS: tl.constexpr,
-    TOKENS: tl.constexpr,
     PADDED: tl.constexpr,
     MATRIX: tl.constexpr,
     E4M3: tl.constexpr,
@@ -144,7 +153,7 @@ def _down(
     if not MATRIX:
         expert = tl.load(ids + pair)
     else:
-        expert, done, place, live = _expert_of(ids, pair, TOKENS, PADDED, PLACES, PAIRS)
+        expert, done, place, live = _expert_of(ids, pair, token_count, PADDED, PLACES, PAIRS)
         if done:
             return
     down += expert.to(tl.int64) * expert_stride
@@ -228,18 +237,18 @@ def _launch_gate_up(
         x_NE.stride(0),
         expert_strides[0],
         expert_strides[1],
+        tokens,
         INPUTS=inputs,
         INNER=inner,
         ROUTED=ids_NS is not None,
         PLACES=places,
-        PAIRS=triton.next_power_of_2(pairs),
-        TOKENS=tokens,
-        PADDED=PADDED_TOKENS,
+        PAIRS=triton.next_power_of_2(padded(tokens) * places),
+        PADDED=padded(tokens),
         MATRIX=tile.matrix or tokens > 1,
         E4M3=e4m3,
         ROWS=rows,
         COLS=cols,
-        STAGES=tile.stages,
+        STAGES=fitted_stages(tile, tokens),
         num_warps=tile.warps,
     )
 
@@ -289,17 +298,17 @@ def routed_down(
         out_NSE,
         down_XEF.data.stride(0),
         down_XEF.scale.stride(0) if down_XEF.scale is not None else 0,
+        tokens,
         HIDDEN=hidden,
         INNER=inner,
         PLACES=places,
-        PAIRS=triton.next_power_of_2(tokens * places),
-        TOKENS=tokens,
-        PADDED=PADDED_TOKENS,
+        PAIRS=triton.next_power_of_2(padded(tokens) * places),
+        PADDED=padded(tokens),
         MATRIX=tile.matrix or tokens > 1,
         E4M3=e4m3,
         ROWS=rows,
         COLS=cols,
-        STAGES=tile.stages,
+        STAGES=fitted_stages(tile, tokens),
         num_warps=tile.warps,
     )
     return out_NSE

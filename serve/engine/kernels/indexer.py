@@ -3,7 +3,8 @@
 Selection finds the exact bits of the last score that is kept, two at a time from the top: in each of 16 steps one sum
 counts the scores above three thresholds. (A histogram a byte took 60 us a layer on one H200: most scores share a few
 exponents, so its counters wait for each other.) Then the better rows are written in rising order, so the gather that
-follows walks the cache forward, and behind them the first of those that score exactly the same. One program a token.
+follows walks the cache forward, and behind them the first of those that score exactly the same. One program a token,
+which reads no further than the token's own position.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ def _scores(
     cos,
     sin,
     positions,
+    bases,
     out,
     query_stride,
     share_stride,
@@ -59,7 +61,8 @@ def _scores(
     kind = keys.dtype.element_ty
     low, high = _turned_heads(query, cos + position * HALF, sin + position * HALF, HEADS, DIMS, HALF)
     rest = tl.load(query + heads[:, None] * DIMS + 2 * HALF + plain[None, :])
-    key = keys + rows[:, None] * DIMS
+    base = tl.load(bases + token).to(tl.int64)
+    key = keys + (base + rows)[:, None] * DIMS
     key_low = tl.load(key + pairs[None, :], mask=known[:, None], other=0.0)
     key_high = tl.load(key + HALF + pairs[None, :], mask=known[:, None], other=0.0)
     key_rest = tl.load(key + 2 * HALF + plain[None, :], mask=known[:, None], other=0.0)
@@ -78,11 +81,12 @@ def index_scores(
     cos_CA: torch.Tensor,
     sin_CA: torch.Tensor,
     positions_N: torch.Tensor,
+    bases_N: torch.Tensor,
 ) -> torch.Tensor:
     """See reference.index_scores."""
     tokens, heads = share_NJ.shape
-    capacity, dims = keys_CD.shape
-    half = cos_CA.shape[1]
+    dims = keys_CD.shape[1]
+    capacity, half = cos_CA.shape
     scores_NC = torch.empty((tokens, capacity), dtype=torch.float32, device=query_NO.device)
     rows = 32
     _scores[(triton.cdiv(capacity, rows), tokens)](
@@ -92,6 +96,7 @@ def index_scores(
         cos_CA,
         sin_CA,
         positions_N,
+        bases_N,
         scores_NC,
         query_NO.stride(0),
         share_NJ.stride(0),
@@ -116,10 +121,10 @@ def _ordered(score):
 
 
 @triton.jit
-def _keys(scores, start, capacity, TILE: tl.constexpr):
+def _keys(scores, start, known, TILE: tl.constexpr):
     """Ordered bits of a tile of scores; 0, below every score's, where there is none."""
     places = start + tl.arange(0, TILE)
-    inside = places < capacity
+    inside = places < known
     return tl.where(inside, _ordered(tl.load(scores + places, mask=inside, other=0.0)), 0)
 
 
@@ -133,18 +138,18 @@ def _at_least(key, threshold, width):
 
 
 @triton.jit
-def _select(scores, out, capacity, COUNT: tl.constexpr, TILE: tl.constexpr, WHOLE: tl.constexpr):
+def _select(scores, positions, out, capacity, COUNT: tl.constexpr, TILE: tl.constexpr):
     token = tl.program_id(0)
-    scores += token * capacity
+    known = tl.minimum(tl.load(positions + token).to(tl.int32) + 1, capacity)
+    scores += token.to(tl.int64) * capacity
     out += token * COUNT
-    held = _keys(scores, 0, capacity, TILE)
+    held = _keys(scores, 0, known, TILE)
     threshold = tl.full([], 0, tl.uint32)
     width = tl.full([], 1 << 30, tl.uint32)
     for _ in range(16):
         votes = _at_least(held, threshold, width)
-        if not WHOLE:
-            for start in range(TILE, capacity, TILE):
-                votes += _at_least(_keys(scores, start, capacity, TILE), threshold, width)
+        for start in range(TILE, known, TILE):
+            votes += _at_least(_keys(scores, start, known, TILE), threshold, width)
         total = tl.sum(votes, axis=0)
         digit = ((total & 0xFFFFF) >= COUNT).to(tl.uint32)
         digit += (((total >> 20) & 0xFFFFF) >= COUNT).to(tl.uint32)
@@ -152,13 +157,13 @@ def _select(scores, out, capacity, COUNT: tl.constexpr, TILE: tl.constexpr, WHOL
         threshold += digit * width
         width = width >> 2
     above = tl.sum((held > threshold).to(tl.int32), axis=0)
-    if not WHOLE:
-        for start in range(TILE, capacity, TILE):
-            above += tl.sum((_keys(scores, start, capacity, TILE) > threshold).to(tl.int32), axis=0)
+    for start in range(TILE, known, TILE):
+        above += tl.sum((_keys(scores, start, known, TILE) > threshold).to(tl.int32), axis=0)
     better = tl.full([], 0, tl.int32)
     equal = tl.full([], 0, tl.int32)
-    for start in range(0, capacity, TILE):
-        key = _keys(scores, start, capacity, TILE)
+    # Where fewer rows are known than are to be chosen, later ones fill up.
+    for start in range(0, tl.maximum(known, COUNT), TILE):
+        key = _keys(scores, start, known, TILE)
         is_better = (key > threshold).to(tl.int32)
         is_equal = (key == threshold).to(tl.int32)
         ranks = tl.cumsum(is_better + (is_equal << 16), axis=0)
@@ -171,7 +176,7 @@ def _select(scores, out, capacity, COUNT: tl.constexpr, TILE: tl.constexpr, WHOL
         equal += tl.sum(is_equal, axis=0)
 
 
-def select_rows(scores_NC: torch.Tensor, count: int) -> torch.Tensor:
+def select_rows(scores_NC: torch.Tensor, count: int, positions_N: torch.Tensor) -> torch.Tensor:
     """See reference.select_rows; among equal scores the earlier rows are kept. Up to 2^20 - 1 rows."""
     tokens, capacity = scores_NC.shape
     count = min(count, capacity)
@@ -179,11 +184,11 @@ def select_rows(scores_NC: torch.Tensor, count: int) -> torch.Tensor:
     tile = min(8192, triton.next_power_of_2(capacity))
     _select[(tokens,)](
         scores_NC,
+        positions_N,
         rows_NK,
         capacity,
         COUNT=count,
         TILE=tile,
-        WHOLE=capacity <= tile,
         num_warps=16 if tile > 2048 else 4,
     )
     return rows_NK

@@ -1,10 +1,11 @@
-"""Skinny products for 1 to 8 tokens: every weight is read once, in order, and that is all the time there is.
+"""Skinny products for 1 to 64 tokens: every weight is read once, in order, and that is all the time there is.
 
 Two ways. On the plain cores (one token of bf16): a dot product a row, with the whole tile as accumulator, so that
-nothing is reduced before the end. On the matrix units: the weight is the left operand, and the tokens, padded to 8, are
-the narrow side. An e4m3 weight is widened in registers; its scale goes into x (plain cores) or onto a block's partial
-sum (matrix units). The matrix units take it as float16, which the device makes of e4m3 in one instruction a pair and of
-bf16 in none; x goes along by 1/16, so that it may reach a million, and what that makes too small is under 2^-20.
+nothing is reduced before the end. On the matrix units: the weight is the left operand, and the tokens, padded to a
+power of two, are the narrow side. An e4m3 weight is widened in registers; its scale goes into x (plain cores) or onto a
+block's partial sum (matrix units). The matrix units take it as float16, which the device makes of e4m3 in one
+instruction a pair and of bf16 in none; x goes along by 1/16, so that it may reach a million, and what that makes too
+small is under 2^-20.
 """
 
 from __future__ import annotations
@@ -17,8 +18,9 @@ import triton.language as tl
 
 from serve.engine.kernels.weight import BLOCK, Weight
 
-MAX_TOKENS = 8
-PADDED_TOKENS = 8
+MAX_TOKENS = 64
+# What the matrix units take at least, and from when on a tile's stages are so large that only half of them fit.
+LEAST_PADDED, HALVED_FROM = 8, 32
 SHIFT = tl.constexpr(16.0)
 
 
@@ -48,7 +50,7 @@ def narrow(x: torch.Tensor) -> torch.Tensor:
     return torch.mul(x, 1 / SHIFT.value, out=out)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["token_count"])
 def _linear(
     x,
     weight,
@@ -57,9 +59,9 @@ def _linear(
     outputs,
     x_stride,
     out_stride,
+    token_count,
     INPUTS: tl.constexpr,
     SLICE: tl.constexpr,
-    TOKENS: tl.constexpr,
     PADDED: tl.constexpr,
     MATRIX: tl.constexpr,
     E4M3: tl.constexpr,
@@ -76,7 +78,7 @@ def _linear(
     start = part * SLICE
     tile = weight + rows[:, None].to(tl.int64) * INPUTS + (start + cols)[None, :]
     scale_row = scale + (first // 128) * ((INPUTS + 127) // 128)
-    out += part * out_stride * TOKENS
+    out += part * out_stride * token_count
     if not MATRIX:
         sums = tl.zeros([ROWS, COLS], tl.float32)
         for col in tl.range(0, SLICE, COLS, num_stages=STAGES):
@@ -92,7 +94,7 @@ def _linear(
         tl.store(out + rows, y.to(out.dtype.element_ty), mask=inside)
     else:
         tokens = tl.arange(0, PADDED)
-        live = tokens < TOKENS
+        live = tokens < token_count
         columns = tl.zeros([ROWS, PADDED], tl.float32)
         source = x + tokens[:, None] * x_stride + (start + cols)[None, :]
         for col in tl.range(0, SLICE, COLS, num_stages=STAGES):
@@ -127,6 +129,16 @@ def fitted_cols(tile: Tile, inputs: int) -> int:
     if cols < 16:
         raise ValueError(f"{inputs} inputs a program: the kernels need a multiple of 16")
     return cols
+
+
+def padded(tokens: int) -> int:
+    """The tokens of a launch on the matrix units."""
+    return max(LEAST_PADDED, triton.next_power_of_2(tokens))
+
+
+def fitted_stages(tile: Tile, tokens: int) -> int:
+    """The tile's stages, as many as leave room for the tokens' own part of each."""
+    return tile.stages if padded(tokens) < HALVED_FROM else max(1, tile.stages // 2)
 
 
 def check_tokens(x: torch.Tensor) -> int:
@@ -164,16 +176,16 @@ def _launch(x_NI: torch.Tensor, weight: Weight, out: torch.Tensor, parts: int, t
         outputs,
         x_NI.stride(0),
         outputs,
+        tokens,
         INPUTS=inputs,
         SLICE=inputs // parts,
-        TOKENS=tokens,
-        PADDED=PADDED_TOKENS,
+        PADDED=padded(tokens),
         MATRIX=matrix,
         E4M3=e4m3,
         EVEN=outputs % tile.rows == 0,
         ROWS=tile.rows,
         COLS=cols,
-        STAGES=tile.stages,
+        STAGES=fitted_stages(tile, tokens),
         num_warps=tile.warps,
     )
 

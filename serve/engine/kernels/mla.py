@@ -96,6 +96,7 @@ def _attend(
     rows,
     selected,
     positions,
+    bases,
     mix_out,
     peak_out,
     mass_out,
@@ -104,7 +105,7 @@ def _attend(
     LATENT: tl.constexpr,
     ROTARY: tl.constexpr,
     COUNT: tl.constexpr,
-    SHARE: tl.constexpr,
+    DENSE: tl.constexpr,
     SPLITS: tl.constexpr,
     HEAD_TILE: tl.constexpr,
     TILE: tl.constexpr,
@@ -112,7 +113,8 @@ def _attend(
     split = tl.program_id(0)
     heads = tl.program_id(1) * HEAD_TILE + tl.arange(0, HEAD_TILE)
     token = tl.program_id(2)
-    position = tl.load(positions + token)
+    position = tl.load(positions + token).to(tl.int32)
+    first = tl.load(bases + token).to(tl.int64)
     latent = tl.arange(0, LATENT)
     rotary = tl.arange(0, ROTARY)
     there = (heads < HEADS)[:, None]
@@ -122,12 +124,14 @@ def _attend(
     mix = tl.zeros([HEAD_TILE, LATENT], tl.float32)
     peak = tl.full([HEAD_TILE], float("-inf"), tl.float32)
     mass = tl.zeros([HEAD_TILE], tl.float32)
-    for start in range(0, SHARE, TILE):
-        places = split * SHARE + start + tl.arange(0, TILE)
-        inside = (places < COUNT) & (start + tl.arange(0, TILE) < SHARE)
-        row = tl.load(selected + token * COUNT + places, mask=inside, other=0)
+    count = position + 1 if DENSE else COUNT
+    share = (count + SPLITS - 1) // SPLITS
+    for start in range(0, share, TILE):
+        places = split * share + start + tl.arange(0, TILE)
+        inside = (places < count) & (start + tl.arange(0, TILE) < share)
+        row = places if DENSE else tl.load(selected + token * COUNT + places, mask=inside, other=0)
         inside = inside & (row <= position)
-        source = rows + row.to(tl.int64)[:, None] * (LATENT + ROTARY)
+        source = rows + (first + row)[:, None] * (LATENT + ROTARY)
         keys = tl.load(source + latent[None, :], mask=inside[:, None], other=0.0)
         turned = tl.load(source + LATENT + rotary[None, :], mask=inside[:, None], other=0.0)
         score = tl.dot(query_latent, tl.trans(keys)) + tl.dot(query_rotary, tl.trans(turned))
@@ -186,8 +190,9 @@ def _value_up(
 def attend(
     query_NHY: torch.Tensor,
     rows_CY: torch.Tensor,
-    selected_NK: torch.Tensor,
+    selected_NK: torch.Tensor | None,
     positions_N: torch.Tensor,
+    bases_N: torch.Tensor,
     scale: float,
     expand_HOR: torch.Tensor,
     plain: int,
@@ -197,7 +202,7 @@ def attend(
     """See reference.attend. Each token must have at least one selected row at or before its position."""
     tokens, heads, width = query_NHY.shape
     expanded, latent = expand_HOR.shape[1:]
-    count, value = selected_NK.shape[1], expanded - plain
+    value = expanded - plain
     splits = splits or max(4, 32 // triton.next_power_of_2(tokens))
     device = query_NHY.device
     mix = torch.empty((tokens, splits, heads, latent), dtype=torch.float32, device=device)
@@ -207,8 +212,9 @@ def attend(
     _attend[(splits, triton.cdiv(heads, head_tile), tokens)](
         query_NHY,
         rows_CY,
-        selected_NK,
+        positions_N if selected_NK is None else selected_NK,
         positions_N,
+        bases_N,
         mix,
         peak,
         mass,
@@ -216,8 +222,8 @@ def attend(
         HEADS=heads,
         LATENT=latent,
         ROTARY=width - latent,
-        COUNT=count,
-        SHARE=triton.cdiv(count, splits),
+        COUNT=0 if selected_NK is None else selected_NK.shape[1],
+        DENSE=selected_NK is None,
         SPLITS=splits,
         HEAD_TILE=head_tile,
         TILE=32,

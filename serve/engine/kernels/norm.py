@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _add_norm(
     x,
     norm,
@@ -17,9 +17,9 @@ def _add_norm(
     x_out,
     h_out,
     eps,
+    tokens,
     HIDDEN: tl.constexpr,
     PADDED: tl.constexpr,
-    TOKENS: tl.constexpr,
     PARTS: tl.constexpr,
     PLACES: tl.constexpr,
 ):
@@ -28,7 +28,7 @@ def _add_norm(
     inside = cols < HIDDEN
     total = tl.load(x + token * HIDDEN + cols, mask=inside, other=0.0).to(tl.float32)
     for part in tl.static_range(PARTS):
-        total += tl.load(parts + (part * TOKENS + token) * HIDDEN + cols, mask=inside, other=0.0)
+        total += tl.load(parts + (part * tokens + token) * HIDDEN + cols, mask=inside, other=0.0)
     for place in tl.static_range(PLACES):
         value = tl.load(routed + (token * PLACES + place) * HIDDEN + cols, mask=inside, other=0.0)
         total += value * tl.load(share + token * PLACES + place)
@@ -61,9 +61,9 @@ def add_norm(
         sum_NE,
         h_NE,
         eps,
+        tokens,
         HIDDEN=hidden,
         PADDED=triton.next_power_of_2(hidden),
-        TOKENS=tokens,
         PARTS=0 if parts_PNE is None else parts_PNE.shape[0],
         PLACES=0 if routed_NSE is None else routed_NSE.shape[1],
         num_warps=16,
@@ -91,6 +91,7 @@ def _latents(
     cos,
     sin,
     positions,
+    bases,
     rows,
     index_keys,
     query_out,
@@ -109,6 +110,7 @@ def _latents(
     job = tl.program_id(1)
     kind = query_out.dtype.element_ty
     position = tl.load(positions + token).to(tl.int64)
+    place = tl.load(bases + token).to(tl.int64) + position
     down += token * down_stride
     cos += position * HALF
     sin += position * HALF
@@ -122,7 +124,7 @@ def _latents(
         scaled = (values * root).to(kind).to(tl.float32)
         tl.store(query_out + token * QUERY + cols, (weight * scaled).to(kind), mask=inside)
     elif job == 1:
-        row = rows + position * (LATENT + 2 * HALF)
+        row = rows + place * (LATENT + 2 * HALF)
         kv_cols = tl.arange(0, LATENT_PADDED)
         kv_inside = kv_cols < LATENT
         kv_values = tl.load(down + QUERY + DIMS + kv_cols, mask=kv_inside, other=0.0).to(tl.float32)
@@ -142,7 +144,7 @@ def _latents(
             mean = tl.sum(key_values, axis=0) / DIMS
             centred = tl.where(key_inside, key_values - mean, 0.0)
             key_root = tl.rsqrt(tl.sum(centred * centred, axis=0) / DIMS + layer_eps)
-            key = index_keys + position * DIMS
+            key = index_keys + place * DIMS
             key_weight = tl.load(index_norm + key_cols, mask=key_inside, other=0.0).to(tl.float32)
             key_bias = tl.load(index_norm + DIMS + key_cols, mask=key_inside, other=0.0).to(tl.float32)
             tl.store(
@@ -173,6 +175,7 @@ def latents(
     cos_CA: torch.Tensor,
     sin_CA: torch.Tensor,
     positions_N: torch.Tensor,
+    bases_N: torch.Tensor,
     rows_CY: torch.Tensor,
     index_keys_CD: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -189,6 +192,7 @@ def latents(
         cos_CA,
         sin_CA,
         positions_N,
+        bases_N,
         rows_CY,
         index_keys_CD if index_keys_CD is not None else rows_CY,
         query_NQ,

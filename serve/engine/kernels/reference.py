@@ -1,9 +1,12 @@
 """What the operations of a decode step compute, in plain torch: the CPU path, and the truth for the kernels' tests.
 
-Legend: N = tokens of a step (consecutive positions of one sequence), E = hidden, I = inputs, O = outputs, P = parts of
-a sum, F = inner size of a feed-forward block, X = experts, S = experts a token, C = cache capacity, H = heads,
+Legend: N = tokens of a step (of one sequence or of several), E = hidden, I = inputs, O = outputs, P = parts of
+a sum, F = inner size of a feed-forward block, X = experts, S = experts a token, C = rows of a cache plane, H = heads,
 Q = query latent, R = KV latent, D = dims of an indexer head, J = indexer heads, A = half of the rotary dims,
 W = value dims of a head, K = selected rows, Y = R + 2A: a cache row.
+
+A sequence's rows lie one after the other in a plane: ``bases_N`` is the row of position 0 of each token's sequence,
+``positions_N`` its place behind it. Selected rows count from the base.
 
 Rotary pairs come side by side out of a projection and are kept as halves, in queries and in the cache.
 """
@@ -68,11 +71,26 @@ def routed_down(inner_NSF: torch.Tensor, down_XEF: Weight, experts_NS: torch.Ten
 
 
 def route(
-    h_NE: torch.Tensor, router: Weight, correction_X: torch.Tensor, experts: int, scale: float, normalise: bool
+    h_NE: torch.Tensor,
+    router: Weight,
+    correction_X: torch.Tensor,
+    experts: int,
+    scale: float,
+    normalise: bool,
+    groups: tuple[int, int] = (1, 1),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(experts_NS int32, share_NS float32): sigmoid scores; the correction steers the choice, not the shares."""
+    """(experts_NS int32, share_NS float32): sigmoid scores; the correction steers the choice, not the shares.
+
+    With ``groups`` (G, open ones) experts are chosen only from the groups whose two best sum highest.
+    """
     scores_NX = linear(h_NE, router, torch.float32).sigmoid()
-    chosen_NS = (scores_NX + correction_X).topk(experts, dim=-1).indices
+    choice_NX = scores_NX + correction_X
+    if groups[0] > 1:
+        choice_NGX = choice_NX.unflatten(1, (groups[0], -1))
+        best_NG = choice_NGX.topk(2, dim=-1).values.sum(dim=-1).topk(groups[1], dim=-1).indices
+        shut_NG = torch.ones_like(choice_NGX[..., 0], dtype=torch.bool).scatter_(1, best_NG, False)
+        choice_NX = choice_NGX.masked_fill(shut_NG[..., None], -torch.inf).flatten(1)
+    chosen_NS = choice_NX.topk(experts, dim=-1).indices
     share_NS = scores_NX.gather(1, chosen_NS)
     if normalise:
         share_NS = share_NS / (share_NS.sum(dim=-1, keepdim=True) + 1e-20)
@@ -88,6 +106,7 @@ def latents(
     cos_CA: torch.Tensor,
     sin_CA: torch.Tensor,
     positions_N: torch.Tensor,
+    bases_N: torch.Tensor,
     rows_CY: torch.Tensor,
     index_keys_CD: torch.Tensor | None,
 ) -> torch.Tensor:
@@ -98,15 +117,16 @@ def latents(
     """
     query, latent, rotary = query_norm_Q.shape[0], kv_norm_R.shape[0], 2 * cos_CA.shape[1]
     cos_NA, sin_NA = cos_CA[positions_N], sin_CA[positions_N]
+    places_N = bases_N + positions_N
     kv_NY = down_NO[:, -(latent + rotary) :]
-    rows_CY[positions_N, :latent] = _rms(kv_NY[:, :latent], kv_norm_R, eps[0]).to(rows_CY.dtype)
-    rows_CY[positions_N, latent:] = _turn(kv_NY[:, latent:], cos_NA, sin_NA).to(rows_CY.dtype)
+    rows_CY[places_N, :latent] = _rms(kv_NY[:, :latent], kv_norm_R, eps[0]).to(rows_CY.dtype)
+    rows_CY[places_N, latent:] = _turn(kv_NY[:, latent:], cos_NA, sin_NA).to(rows_CY.dtype)
     if index_norm_2D is not None and index_keys_CD is not None:
         key_ND = down_NO[:, query : query + index_norm_2D.shape[1]].float()
         norm_2D = index_norm_2D.float()
         key_ND = F.layer_norm(key_ND, key_ND.shape[1:], norm_2D[0], norm_2D[1], eps[1]).to(down_NO.dtype)
         turned_ND = torch.cat((_turn(key_ND[:, :rotary], cos_NA, sin_NA), key_ND[:, rotary:]), dim=-1)
-        index_keys_CD[positions_N] = turned_ND.to(index_keys_CD.dtype)
+        index_keys_CD[places_N] = turned_ND.to(index_keys_CD.dtype)
     return _rms(down_NO[:, :query], query_norm_Q, eps[0])
 
 
@@ -135,40 +155,57 @@ def index_scores(
     cos_CA: torch.Tensor,
     sin_CA: torch.Tensor,
     positions_N: torch.Tensor,
+    bases_N: torch.Tensor,
 ) -> torch.Tensor:
-    """float32 scores_NC of the cached rows; -inf after the token's own position. O = J * D, rotary dims first."""
+    """float32 scores_NT of the sequence's rows; -inf after the token's own position. O = J * D, rotary dims first.
+
+    T = positions of the rotary table, the longest sequence there can be.
+    """
     heads = share_NJ.shape[1]
-    dims, rotary = keys_CD.shape[1], 2 * cos_CA.shape[1]
+    longest, dims, rotary = cos_CA.shape[0], keys_CD.shape[1], 2 * cos_CA.shape[1]
     query_NJD = query_NO.unflatten(1, (heads, dims))
     cos_NA, sin_NA = cos_CA[positions_N], sin_CA[positions_N]
     turned_NJD = torch.cat(
         (_turn(query_NJD[..., :rotary], cos_NA[:, None], sin_NA[:, None]), query_NJD[..., rotary:]), dim=-1
     )
-    heads_NJC = torch.relu(turned_NJD.float() @ keys_CD.float().T * dims**-0.5)
-    scores_NC = (share_NJ.float()[..., None] * heads**-0.5 * heads_NJC).sum(dim=1)
-    later_NC = torch.arange(keys_CD.shape[0], device=keys_CD.device) > positions_N[:, None]
-    return scores_NC.masked_fill(later_NC, -torch.inf)
+    rows_T = torch.arange(longest, device=keys_CD.device)
+    keys_NTD = keys_CD[(bases_N[:, None] + rows_T).clamp_(max=keys_CD.shape[0] - 1)]
+    heads_NJT = torch.relu(turned_NJD.float() @ keys_NTD.float().transpose(1, 2) * dims**-0.5)
+    scores_NT = (share_NJ.float()[..., None] * heads**-0.5 * heads_NJT).sum(dim=1)
+    return scores_NT.masked_fill(rows_T > positions_N[:, None], -torch.inf)
 
 
-def select_rows(scores_NC: torch.Tensor, count: int) -> torch.Tensor:
-    """int32 rows_NK of the ``count`` best scores, in no given order; rows scored -inf may be among them."""
+def select_rows(scores_NC: torch.Tensor, count: int, positions_N: torch.Tensor) -> torch.Tensor:
+    """int32 rows_NK of the ``count`` best scores, in no given order; a token that knows fewer also gets later rows.
+
+    Scores after a token's position are not read by the kernel; here they must be -inf.
+    """
     return scores_NC.topk(min(count, scores_NC.shape[1]), dim=-1, sorted=False).indices.to(torch.int32)
 
 
 def attend(
     query_NHY: torch.Tensor,
     rows_CY: torch.Tensor,
-    selected_NK: torch.Tensor,
+    selected_NK: torch.Tensor | None,
     positions_N: torch.Tensor,
+    bases_N: torch.Tensor,
     scale: float,
     expand_HOR: torch.Tensor,
     plain: int,
 ) -> torch.Tensor:
-    """out_NO (O = H * W): attention over each token's selected rows up to its own position, then the value half."""
+    """out_NO (O = H * W): attention over each token's selected rows up to its own position, then the value half.
+
+    Without a selection over all rows up to it.
+    """
     latent = expand_HOR.shape[2]
-    chosen_NKY = rows_CY[selected_NK.long()].float()
+    if selected_NK is None:
+        selected_NK = torch.arange(int(positions_N.max()) + 1, device=rows_CY.device).expand(len(positions_N), -1)
+    places_NK = (bases_N[:, None] + selected_NK.long()).clamp_(max=rows_CY.shape[0] - 1)
+    later_NK = selected_NK > positions_N[:, None]
+    # Rows that nobody wrote may hold anything, also what no zero can undo.
+    chosen_NKY = rows_CY[places_NK].float().masked_fill(later_NK[..., None], 0.0)
     scores_NHK = torch.einsum("nhy,nky->nhk", query_NHY.float(), chosen_NKY) * scale
-    scores_NHK = scores_NHK.masked_fill((selected_NK > positions_N[:, None])[:, None], -torch.inf)
+    scores_NHK = scores_NHK.masked_fill(later_NK[:, None], -torch.inf)
     mixed_NHR = torch.einsum("nhk,nkr->nhr", scores_NHK.softmax(dim=-1), chosen_NKY[..., :latent])
     out_NHW = torch.einsum("nhr,hwr->nhw", mixed_NHR, expand_HOR[:, plain:].float())
     return out_NHW.flatten(1).to(query_NHY.dtype)

@@ -11,6 +11,22 @@ from serve.engine.kernels.weight import Weight
 
 
 @triton.jit
+def _in_best_groups(choice, OPEN_GROUPS: tl.constexpr):
+    """choice [groups, experts], -inf outside the groups whose two best sum highest."""
+    members = tl.arange(0, choice.shape[1])
+    best = tl.argmax(choice, axis=1)
+    others = tl.where(members[None, :] == best[:, None], float("-inf"), choice)
+    score = tl.max(choice, axis=1) + tl.max(others, axis=1)
+    groups = tl.arange(0, choice.shape[0])
+    is_open = groups < 0
+    for _ in tl.static_range(OPEN_GROUPS):
+        group = tl.argmax(score, axis=0)
+        is_open = is_open | (groups == group)
+        score = tl.where(groups == group, float("-inf"), score)
+    return tl.where(is_open[:, None], choice, float("-inf"))
+
+
+@triton.jit
 def _choose(
     logits,
     correction,
@@ -21,6 +37,8 @@ def _choose(
     PADDED: tl.constexpr,
     PLACES: tl.constexpr,
     PLACES_PADDED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    OPEN_GROUPS: tl.constexpr,
     NORMALISE: tl.constexpr,
 ):
     token = tl.program_id(0)
@@ -28,6 +46,8 @@ def _choose(
     inside = ids < EXPERTS
     score = 1.0 / (1.0 + tl.exp(-tl.load(logits + token * EXPERTS + ids, mask=inside, other=0.0)))
     choice = tl.where(inside, score + tl.load(correction + ids, mask=inside, other=0.0), float("-inf"))
+    if GROUPS > 1:
+        choice = tl.reshape(_in_best_groups(tl.reshape(choice, [GROUPS, PADDED // GROUPS]), OPEN_GROUPS), [PADDED])
     places = tl.arange(0, PLACES_PADDED)
     chosen = tl.zeros([PLACES_PADDED], tl.int32)
     shares = tl.zeros([PLACES_PADDED], tl.float32)
@@ -43,7 +63,13 @@ def _choose(
 
 
 def route(
-    h_NE: torch.Tensor, router: Weight, correction_X: torch.Tensor, experts: int, scale: float, normalise: bool
+    h_NE: torch.Tensor,
+    router: Weight,
+    correction_X: torch.Tensor,
+    experts: int,
+    scale: float,
+    normalise: bool,
+    groups: tuple[int, int] = (1, 1),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """See reference.route."""
     logits_NX = linear(h_NE, router, torch.float32)
@@ -60,6 +86,8 @@ def route(
         PADDED=triton.next_power_of_2(total),
         PLACES=experts,
         PLACES_PADDED=triton.next_power_of_2(experts),
+        GROUPS=groups[0],
+        OPEN_GROUPS=groups[1],
         NORMALISE=normalise,
         num_warps=1,
     )

@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from serve.engine.fused.step import kernel_refusal, refusal
 from serve.engine.models.base import DecoderModel
 from serve.engine.models.deepseek_v3 import DeepseekV3Model
+from serve.engine.models.fused import FusedDeepseekV3Model, FusedGlmMoeDsaModel
 from serve.engine.models.glm_moe_dsa import GlmMoeDsaModel
 from serve.engine.models.llama import LlamaModel
 from serve.engine.parallel import SINGLE, Parallel
+from serve.handoff.rows import FP8
 from serve.weights.index import Checkpoint
+
+log = logging.getLogger("serve.engine.models")
+
+StepKind = Literal["auto", "eager", "fused"]
+STEP_KINDS: tuple[StepKind, ...] = ("auto", "eager", "fused")
 
 _MODELS: dict[str, Callable[..., DecoderModel]] = {
     "deepseek_v3": DeepseekV3Model,
     "glm_moe_dsa": GlmMoeDsaModel,
     "llama": LlamaModel,
+}
+_FUSED: dict[str, Callable[..., DecoderModel]] = {
+    "deepseek_v3": FusedDeepseekV3Model,
+    "glm_moe_dsa": FusedGlmMoeDsaModel,
 }
 
 
@@ -31,15 +44,37 @@ def create_model(
     mtp: bool = False,
     kv_dtype: str | None = None,
     parallel: Parallel = SINGLE,
+    step: StepKind = "eager",
 ) -> DecoderModel:
     """The model of ``config`` (config.json's content), loaded; with ``mtp`` a DraftingModel.
 
     ``kv_dtype`` fp8 quantizes the rows of its KV cache; anything else keeps them in ``dtype``. With ``parallel`` it is
-    one rank's part, and ``checkpoint`` gives the rank's parts of tensors. Raises ValueError for what no model file
-    supports.
+    one rank's part, and ``checkpoint`` gives the rank's parts of tensors. ``step``: fused has the model of fused.py,
+    which must be bound to its KV cache; auto has it on CUDA where it can do this model. Raises ValueError for what no
+    model file supports.
     """
     kind = config.get("model_type")
     if kind not in _MODELS:
         raise ValueError(f"config.json: model_type {kind!r} is not supported, only {', '.join(sorted(_MODELS))}")
     model = _MODELS[kind]
+    if step != "eager" and (step == "fused" or device.type == "cuda"):
+        refused = _fused_refusal(config, dtype, device, kv_dtype, parallel)
+        if refused is None:
+            model = _FUSED[kind]
+        elif step == "fused":
+            raise ValueError(f"no fused step for this model: {refused}; use the eager step")
+        else:
+            log.warning("the eager step decodes, which is slow: %s", refused)
     return model(config, checkpoint, dtype, device, max_model_len, mtp=mtp, kv_dtype=kv_dtype, parallel=parallel)
+
+
+def _fused_refusal(
+    config: Mapping[str, Any], dtype: torch.dtype, device: torch.device, kv_dtype: str | None, parallel: Parallel
+) -> str | None:
+    if config["model_type"] not in _FUSED:
+        return f"model_type {config['model_type']} has none, only {', '.join(sorted(_FUSED))}"
+    if parallel.size > 1:
+        return f"it runs on one device, not on {parallel.size} ranks"
+    if kv_dtype == FP8:
+        return "it reads KV rows as they are computed, not fp8 ones"
+    return refusal(config) or (kernel_refusal(config, dtype) if device.type == "cuda" else None)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from serve.engine.base import LayerKV
-from serve.engine.kv_cache import CachePlane, KVRegion
+from serve.engine.kv_cache import CachePlane, KVCache, KVRegion
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,14 @@ class DecoderModel(Protocol):
 
     def extract(self, cache: Any, layer: int, start: int, end: int) -> LayerKV:
         """The rows of positions start..end-1 of one layer as inject() takes them; copies or views of the cache."""
+
+
+@runtime_checkable
+class BoundModel(Protocol):
+    """A model whose steps read one engine's KV cache where it lies, see models/fused.py."""
+
+    def bind(self, kv: KVCache, batch_size: int, depth: int) -> None:
+        """Takes the cache before the first forward; steps will have up to ``batch_size`` sequences of 1 + depth."""
 
 
 class DraftingModel(DecoderModel, Protocol):

@@ -166,9 +166,10 @@ def test_parts_sum_to_the_product() -> None:
 def test_what_the_step_does_not_do_is_refused(model: GlmMoeDsaForCausalLM) -> None:
     config = model.config.to_dict()
     for change, message in [
-        ({"n_group": 2}, "n_group 2"),
+        ({"q_lora_rank": None}, "q_lora_rank"),
+        ({"rope_interleave": False}, "rope_interleave"),
         ({"attention_bias": True}, "biases"),
-        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope type 'yarn'"),
+        ({"scoring_func": "softmax"}, "scoring_func"),
         ({"hidden_act": "gelu"}, "hidden_act"),
     ]:
         with pytest.raises(ValueError, match=message):
