@@ -247,6 +247,7 @@ def _engine(options: argparse.Namespace) -> DecodeEngine:
         from serve.engine.tilert_engine import create_tilert_engine
 
         return create_tilert_engine(
+            model_dir=options.model,
             profile=options.tilert_profile,
             weights_dir=options.tilert_weights or options.model,
             max_model_len=options.max_model_len,

@@ -31,7 +31,11 @@ class TilertAdapter:
         return ("http", "bootstrap") if _sglang(context) else ("http", "control")
 
     def prepare(self, context: RoleContext) -> tuple[PrepareStep, ...]:
-        return _conversion(context) if context.role == "decode" else ()
+        if context.role != "decode":
+            return ()
+        return conversion(
+            context, converted(context), sglang=_sglang(context), mtp_model=_decode_args(context).mtp_model
+        )
 
     def argv(self, context: RoleContext) -> tuple[str, ...]:
         if context.role == "router":
@@ -148,16 +152,18 @@ def profile_of(context: RoleContext) -> str:
     return PROFILES[prefix]
 
 
-def converted(context: RoleContext) -> str:
+def converted(context: RoleContext, version: str | None = None) -> str:
     """Folder of the converted checkpoint. Its name holds all that makes it another one, so a stale one is not used."""
-    version = context.config.version or "unknown"
+    version = version or context.config.version or "unknown"
     return f"@converted@/{context.model.name}-tilert-{version}-tp8-mtp{context.acceptance.draft_depth}"
 
 
-def _conversion(context: RoleContext) -> tuple[PrepareStep, ...]:
+def conversion(
+    context: RoleContext, target: str, *, sglang: bool = False, mtp_model: str | None = None
+) -> tuple[PrepareStep, ...]:
     """Makes the converted folder whole: weights, MTP weights, then what is no weight, then the mark of completion."""
-    target, profile = converted(context), profile_of(context)
-    if profile == "glm5_2" and not context.on_rocm and not _sglang(context):
+    profile = profile_of(context)
+    if profile == "glm5_2" and not context.on_rocm and not sglang:
         model = context.model.name
         raise EngineError(f"{context.name}: on NVIDIA, TileRT takes {model} from SGLang prefill only, not from vLLM.")
     if profile == "glm5_2" and context.on_rocm:
@@ -167,12 +173,11 @@ def _conversion(context: RoleContext) -> tuple[PrepareStep, ...]:
             (*module, "--model_dir", "@model@", "--save_dir", target, "--num_mtp", depth)
         ]
     else:
-        kind = "glm-5_2" if _sglang(context) else "glm-5"
+        kind = "glm-5_2" if sglang else "glm-5"
         module = (context.python, "-m", "tilert.models.preprocess.weight_converter", "--model_type", kind)
         commands = [(*module, "--model_dir", "@model@", "--save_dir", target)]
-        mtp = _decode_args(context).mtp_model
-        if mtp is not None:
-            commands.append((*module, "--model_dir", f"@models@/{mtp}", "--save_dir", target, "--append_mtp"))
+        if mtp_model is not None:
+            commands.append((*module, "--model_dir", f"@models@/{mtp_model}", "--save_dir", target, "--append_mtp"))
     done = f"{target}/.complete"
     commands.insert(0, ("mkdir", "-p", target))
     commands.append(("find", "@model@", *NO_WEIGHTS, "-exec", "cp", "-n", "{}", target, ";"))

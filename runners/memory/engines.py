@@ -168,7 +168,9 @@ def _conversion(role: Role, mode: BufferMode, rank: int, resident: int) -> tuple
 
 
 def buffer_mode(role: Role) -> BufferMode:
-    """Where TileRT's hand-off buffer of a process lies."""
+    """Where TileRT's hand-off buffer of a process lies; behind the bundled server it is that one's receive pool."""
+    if role.process.engine == "bundled":
+        return "cpu"
     told = role.connector_config.get("tilert_pd_buffer_device") or role.arguments.text("--pd-buffer-device")
     if (told or role.arguments.env.get("TILERT_PD_BUFFER_DEVICE")) == "cpu":
         return "cpu"

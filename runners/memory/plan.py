@@ -246,9 +246,9 @@ def _tables(spec: JobSpec, roles: Sequence[Role]) -> list[Table]:
     for role in roles:
         if role.on_cpu or role.process.role == "router" or not role.process.gpus:
             continue
-        if role.process.engine == "tilert" and not role.shape.is_mla:
+        if role.runs_tilert and not role.shape.is_mla:
             raise MemoryUnknown(f"{role.process.name}: TileRT serves only latent-attention models")
-        tables += GPU_TABLES[role.process.engine](role)
+        tables += GPU_TABLES["tilert" if role.runs_tilert else role.process.engine](role)
     for node in sorted({role.process.node for role in roles}):
         here = [role for role in roles if role.process.node == node]
         if here[0].node_bytes:

@@ -51,6 +51,11 @@ class Role:
         """A prefill that hands over with TileRT's own connector."""
         return any(key.startswith("tilert_") for key in self.connector_config)
 
+    @property
+    def runs_tilert(self) -> bool:
+        """TileRT's engine, behind its own server or behind the bundled one."""
+        return self.process.engine == "tilert" or self.arguments.text("--engine") == "tilert"
+
     def tilert_parts(self, variable: str) -> int:
         """TILERT_PD_SENDERS or TILERT_PD_SHARDS; releases up to 0.1.6 have one of each, later ones eight."""
         told = self.arguments.variable(variable)

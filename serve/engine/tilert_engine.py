@@ -9,12 +9,13 @@ Legend: T = prompt tokens, L = layers (the MTP layer last), D = width of an inde
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import os
 import queue
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -32,7 +33,9 @@ from serve.engine.base import (
     SamplingParams,
     StepOutput,
 )
+from serve.engine.kv_rows import index_keys, latent_rows
 from serve.engine.speculative import Speculation
+from serve.handoff.rows import FP8
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +54,12 @@ LayerRows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class Plan:
-    """What TileRT's profile demands of the rows. ``layers`` are the allowed counts; empty and None: anything."""
+    """What TileRT's profile demands of the rows. ``layers`` are the allowed counts; empty and None: anything.
 
+    ``widths`` are R, P and D of the model, which the bytes of a quantized row do not tell.
+    """
+
+    widths: tuple[int, int, int]
     layers: tuple[int, ...] = ()
     key_layers: tuple[int, ...] | None = None
     device: torch.device | None = None
@@ -106,7 +113,7 @@ class TilertEngine:
             last_prompt_token=int(admission.prompt_token_ids[-1]),
             first_token_id=admission.first_token_id,
             sampling=sampling,
-            layers=self._checked(tilert_layers(admission.kv, self._plan.device)),
+            layers=self._checked(tilert_layers(admission.kv, self._plan.widths, self._plan.device)),
         )
         self._engine.inject(request)
         self._running = _Running(self._engine, admission, sampling)
@@ -241,26 +248,41 @@ def tilert_sampling(sampling: SamplingParams, max_top_k: int = MAX_TOP_K) -> dic
     return told | ({"top_k": sampling.top_k} if sampling.top_k > 0 else {})
 
 
-def tilert_layers(kv: Iterable[LayerKV], device: torch.device | None) -> list[tuple[int, LayerRows, bool]]:
+def tilert_layers(
+    kv: Iterable[LayerKV], widths: tuple[int, int, int], device: torch.device | None = None
+) -> list[tuple[int, LayerRows, bool]]:
     """(layer, its rows, are the indexer keys its own) of each layer; a layer without keys has the last full one's.
 
-    bfloat16 rows stay views on the hand-off's slot unless ``device`` says where the engine must find them; only the
-    indexer keys are made anew. Raises ValueError for a model without latent attention and sparse selection.
+    bfloat16 rows stay views on the hand-off's slot unless ``device`` says where the engine must find them; indexer
+    keys, and all of a quantized row, are made anew. Rotary pairs stay as the wire has them, which is as vLLM does.
+    Raises ValueError for a model without latent attention and sparse selection.
     """
     found: list[tuple[int, LayerRows, bool]] = []
     keys: torch.Tensor | None = None
     for layer in kv:
-        planes = layer.planes
+        planes = _plain(layer.planes, widths)
         if not {"latent", "rope"} <= planes.keys() or (keys is None and "index_k" not in planes):
             raise ValueError(
-                f"layer {layer.layer} has planes {', '.join(sorted(planes))}; TileRT takes latent, rope and index_k "
-                "rows of bfloat16 or float32 (--kv-dtype)"
+                f"layer {layer.layer} has planes {', '.join(sorted(planes))}; TileRT takes latent attention with "
+                "sparse selection: latent, rope and index_k"
             )
         if "index_k" in planes:
             keys = rotated(planes["index_k"]).to(device=device, dtype=torch.bfloat16)
         assert keys is not None
         latent, rope = (planes[name].to(device=device, dtype=torch.bfloat16) for name in ("latent", "rope"))
         found.append((layer.layer, (keys, latent, rope), "index_k" in planes))
+    return found
+
+
+def _plain(planes: Mapping[str, torch.Tensor], widths: tuple[int, int, int]) -> Mapping[str, torch.Tensor]:
+    """The planes with quantized rows as numbers."""
+    if "rows" not in planes:
+        return planes
+    latent, rotary, keys = widths
+    rows_TX = latent_rows(FP8, latent, rotary, torch.bfloat16, interleaved=False).read(planes["rows"])
+    found = {"latent": rows_TX[:, :latent], "rope": rows_TX[:, latent:]}
+    if "index_k" in planes:
+        found["index_k"] = index_keys(FP8, keys, rotary, torch.float32, interleaved=False).read(planes["index_k"])
     return found
 
 
@@ -283,20 +305,32 @@ def rotated(keys_TD: torch.Tensor) -> torch.Tensor:
 
 
 def create_tilert_engine(
-    *, profile: str, weights_dir: Path, max_model_len: int, speculation: Speculation | None, stub: bool = False
+    *,
+    model_dir: Path,
+    profile: str,
+    weights_dir: Path,
+    max_model_len: int,
+    speculation: Speculation | None,
+    stub: bool = False,
 ) -> TilertEngine:
     """Loads TileRT's engine of a model profile (glm5, glm5_2, dsv32), or its stub, which says 11, 22, 33.
 
-    Raises ValueError when the wheel is absent or cannot do what is asked.
+    ``weights_dir`` is the checkpoint converted for TileRT, ``model_dir`` has its config.json. Raises ValueError when
+    the wheel is absent or cannot do what is asked.
     """
     _check_wheel()
+    config = json.loads((model_dir / "config.json").read_text())
+    try:
+        widths = (config["kv_lora_rank"], config["qk_rope_head_dim"], config["index_head_dim"])
+    except KeyError as error:
+        raise ValueError(f"{model_dir}/config.json has no {error}: TileRT has no engine for such a model") from None
     if stub:
         from tilert.pd_vllm.engine_iface import StubEngine
 
         if speculation is not None:
             raise ValueError("TileRT's stub engine drafts nothing; leave --draft-depth out")
         return TilertEngine(
-            StubEngine(), max_model_len=max_model_len, plan=Plan(), speculation=None, name="tilert-stub"
+            StubEngine(), max_model_len=max_model_len, plan=Plan(widths), speculation=None, name="tilert-stub"
         )
     depth = 0 if speculation is None else speculation.depth
     rocm = getattr(torch.version, "hip", None) is not None
@@ -322,6 +356,7 @@ def create_tilert_engine(
     if engine.max_seq_len < max_model_len:
         raise ValueError(f"--max-model-len {max_model_len}: this TileRT engine has {engine.max_seq_len}")
     plan = Plan(
+        widths,
         layers=(found.num_layers,) if with_mtp else (found.num_layers - 1, found.num_layers),
         key_layers=None if found.ki_layer_ids is None else tuple(found.ki_layer_ids),
         # ROCm broadcasts from device to device; CUDA copies from wherever the rows are.

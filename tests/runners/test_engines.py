@@ -17,11 +17,14 @@ from configs.load import load_cluster, load_matrix
 from runners.engines import ADAPTERS, EngineError, adapter_for
 from runners.engines.base import flag, switch
 from runners.expand import ExpandError, expand
+from runners.memory import plan_memory
 from runners.processes import processes_of
+from serve.decode_server import parser as decode_parser
 from tests.configs.recipes import CONFIGS, agentic_entry, gpu_entry, local_entry, space, write_matrix
 from tests.configs.test_check_pairs import A, C, D, args, first, recipe
 
 BUNDLED = "glm5.1-fp8-b200-vllm-baton"
+REFERENCE = re.compile("@port:[^@]+@")
 GOLDEN = {"acceptance": "simulated", "thinking": "thinking-on"}
 
 
@@ -144,6 +147,14 @@ def test_flags_of_nothing_false_true_and_values() -> None:
 # What an engine cannot express
 
 
+TILERT = {"backend": "tilert"}
+
+
+def behind(entry: dict[str, Any]) -> None:
+    """TileRT's engine behind the bundled decode server."""
+    args(entry, "decode").update({**TILERT, "max-batch-size": 1, "kv-capacity-tokens": None})
+
+
 REFUSALS: list[tuple[str, Callable[[dict[str, Any]], object], str]] = [
     (A, lambda e: first(e).update({"draft-depth": 2}), "TileRT drafts 3 tokens, not 2"),
     (A, lambda e: first(e)["decode"].update(tp=4), "TileRT decodes on 8 GPUs; set tp: 8"),
@@ -169,6 +180,14 @@ REFUSALS: list[tuple[str, Callable[[dict[str, Any]], object], str]] = [
     (D, lambda e: first(e)["prefill"].update(ep=4), "pegainfer prefill is tensor parallel"),
     (BUNDLED, lambda e: first(e)["decode"].update({"dp-attn": True}), "the bundled engine knows tp only"),
     (BUNDLED, lambda e: first(e)["decode"].update(tp=16), "spans 2 nodes, which the bundled engine cannot do"),
+    (BUNDLED, lambda e: args(e, "decode").update(TILERT), "decodes one sequence at a time; set max-batch-size: 1"),
+    (BUNDLED, lambda e: (behind(e), first(e).update({"draft-depth": 5})), "TileRT drafts 3 tokens by mtp, not 5"),
+    (BUNDLED, lambda e: (behind(e), first(e)["decode"].update(tp=4)), "TileRT decodes on 8 GPUs; set tp: 8"),
+    (
+        BUNDLED,
+        lambda e: (behind(e), e.update(model="glm5.2-fp8", **{"deprecated-model-reason": None})),
+        "TileRT takes glm5.2-fp8 from SGLang prefill only",
+    ),
 ]
 
 
@@ -208,6 +227,24 @@ def test_tilert_simulates_on_rocm_only() -> None:
     assert processes_of(loaded, space, job.handoff, job.acceptance).processes == job.processes
     with pytest.raises(EngineError, match="TileRT simulates acceptance on ROCm only"):
         processes_of(nvidia, space, job.handoff, job.acceptance)
+
+
+def test_tilert_generates_behind_the_bundled_server_from_weights_converted_for_it(tmp_path: Path) -> None:
+    entry = recipe(BUNDLED)
+    behind(entry)
+    job, process = process_of(tmp_path, entry, "decode-0")
+    assert process.engine == "bundled" and process.argv[1:3] == ("-m", "serve.decode_server")
+    given = decode_parser().parse_args([REFERENCE.sub("1", word) for word in process.argv[3:]])
+    assert (given.engine, given.tilert_profile, given.max_batch_size, given.draft_depth) == ("tilert", "glm5", 1, 3)
+    folder = option(process, "--tilert-weights")
+    assert folder == "@converted@/glm5.1-fp8-tilert-0.1.6.post3-tp8-mtp3" and folder in process.reads
+    (convert,) = (step for step in process.prepare if step.name == "convert")
+    assert convert.creates == f"{folder}/.complete" and "--device" not in process.argv
+    connector = json.loads(option(job.process("prefill-0"), "--kv-transfer-config"))["kv_connector"]
+    assert connector == "BatonConnector" and job.process("router-0").engine == "bundled"
+    # No receive buffer on the GPUs: the hand-off's pool is node memory.
+    terms = [term.name for table in plan_memory(job).tables for term in table.resident if table.process == "decode-0"]
+    assert "engine window" in terms and "hand-off receive buffer" not in terms
 
 
 def test_expert_parallel_over_nodes_shares_out_the_ranks(tmp_path: Path) -> None:

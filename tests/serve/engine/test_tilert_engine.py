@@ -21,6 +21,7 @@ import torch
 
 from serve.engine import tilert_engine
 from serve.engine.base import Admission, EngineFull, EngineLost, LayerKV, SamplingParams, StepOutput
+from serve.engine.kv_rows import index_keys, latent_rows
 from serve.engine.speculative import AcceptanceCounters, Speculation
 from serve.engine.tilert_engine import (
     MAX_TOP_K,
@@ -29,6 +30,7 @@ from serve.engine.tilert_engine import (
     TilertEngine,
     create_tilert_engine,
     rotated,
+    tilert_layers,
     tilert_sampling,
 )
 from serve.weights.tiny import CONFIGS, write_checkpoint
@@ -36,7 +38,7 @@ from tests.serve.decode_rig import rig
 from tests.serve.engine.tilert_wheel import unpacked
 
 LAYERS, FULL, MTP_LAYER = 7, (0, 1, 2, 6), 7
-LATENT, ROTARY, KEYS = 32, 8, 16
+LATENT, ROTARY, KEYS = WIDTHS = (32, 8, 16)
 GREEDY = SamplingParams(max_tokens=6, temperature=0)
 MTP = Speculation("mtp", 3)
 
@@ -90,7 +92,9 @@ async def test_a_handed_off_request_is_decoded_by_the_wheels_stub(tmp_path: Path
 
     def make() -> TilertEngine:
         made.append(
-            create_tilert_engine(profile="glm5", weights_dir=model, max_model_len=64, speculation=None, stub=True)
+            create_tilert_engine(
+                profile="glm5", model_dir=model, weights_dir=model, max_model_len=64, speculation=None, stub=True
+            )
         )
         return made[0]
 
@@ -159,6 +163,29 @@ def test_indexer_keys_are_rotated_as_the_wheels_own_conversion_rotates_those_of_
         rotated(torch.zeros(1, 24))
 
 
+def test_quantized_rows_mean_what_they_mean_to_the_wheel() -> None:
+    from tilert.pd_vllm.profiles.mla_nsa import KV_BYTES_FP8, MLA_BPT_FP8, MlaNsaProfile
+
+    rows = latent_rows("fp8", 512, 64, torch.float32, interleaved=False)
+    keys = index_keys("fp8", 128, 64, torch.float32, interleaved=False)
+    assert rows.elements == MLA_BPT_FP8
+    quantized, indexed = torch.zeros(70, rows.elements, dtype=torch.uint8), torch.zeros(70, 132, dtype=torch.uint8)
+    rows.write(torch.randn(70, 576), quantized)
+    keys.write(torch.randn(70, 128), indexed)
+    ((_, (index, latent, rope), own),) = tilert_layers(
+        [LayerKV(0, {"rows": quantized, "index_k": indexed})], (512, 64, 128)
+    )
+    assert own and torch.equal(latent, MlaNsaProfile._dequant_kv(quantized[:, :KV_BYTES_FP8], 70))
+    assert torch.equal(rope, quantized[:, KV_BYTES_FP8:].contiguous().view(torch.bfloat16))
+    pages = torch.zeros(2, 64 * 132, dtype=torch.uint8)  # values of 64 tokens, then their scales
+    for token in range(70):
+        page, at = divmod(token, 64)
+        pages[page, 128 * at : 128 * at + 128] = indexed[token, :128]
+        pages[page, 64 * 128 + 4 * at : 64 * 128 + 4 * at + 4] = indexed[token, 128:]
+    theirs = MlaNsaProfile._dequant_ki(pages, 70, tiled=False)
+    torch.testing.assert_close(index, theirs, atol=0.03, rtol=0.01)
+
+
 def test_the_server_starts_with_the_stub_and_names_what_is_missing(
     wheel_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,15 +200,27 @@ def test_the_server_starts_with_the_stub_and_names_what_is_missing(
         server.terminate()
         assert server.wait(10) == 0
     with pytest.raises(ValueError, match=r"profile glm5_2 does not run on this torch"):
-        create_tilert_engine(profile="glm5.3", weights_dir=tmp_path, max_model_len=64, speculation=MTP)
+        create_tilert_engine(
+            profile="glm5.3", model_dir=tmp_path, weights_dir=tmp_path, max_model_len=64, speculation=MTP
+        )
     with pytest.raises(ValueError, match="simulates acceptance on ROCm only"):
         simulated = Speculation("mtp", 3, simulated_length=2.99)
-        create_tilert_engine(profile="glm5", weights_dir=tmp_path, max_model_len=64, speculation=simulated)
+        create_tilert_engine(
+            profile="glm5", model_dir=tmp_path, weights_dir=tmp_path, max_model_len=64, speculation=simulated
+        )
     with pytest.raises(ValueError, match="cannot serve num_mtp=5"):
-        create_tilert_engine(profile="glm5", weights_dir=tmp_path, max_model_len=64, speculation=Speculation("mtp", 5))
+        create_tilert_engine(
+            profile="glm5",
+            model_dir=tmp_path,
+            weights_dir=tmp_path,
+            max_model_len=64,
+            speculation=Speculation("mtp", 5),
+        )
     monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry != str(wheel_dir)])
     with pytest.raises(ValueError, match=r"pip install tilert==0.1.6.post3"):
-        create_tilert_engine(profile="glm5", weights_dir=tmp_path, max_model_len=64, speculation=None, stub=True)
+        create_tilert_engine(
+            profile="glm5", model_dir=tmp_path, weights_dir=tmp_path, max_model_len=64, speculation=None, stub=True
+        )
 
 
 # ---- the wheel's ROCm engine, its device made up ----
@@ -238,7 +277,7 @@ def rocm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[TilertEngine, D
         device = Device(says)
         theirs = RocmGlm52EngineAdapter(SimpleNamespace(decode_layer=device, stop_token_ids={99}), True, ar_steps=2)
         theirs._inject_mode = "legacy"  # the others copy between devices
-        plan = Plan(layers=(LAYERS + 1,), key_layers=(*FULL, MTP_LAYER), max_top_k=0)
+        plan = Plan(WIDTHS, layers=(LAYERS + 1,), key_layers=(*FULL, MTP_LAYER), max_top_k=0)
         return TilertEngine(theirs, max_model_len=32, plan=plan, speculation=MTP, name="tilert", **options), device
 
     return make
@@ -296,7 +335,7 @@ def test_rows_that_the_engine_has_no_place_for_are_refused(rocm: Any) -> None:
     kv[4].planes["index_k"] = kv[0].planes["index_k"]
     with pytest.raises(ValueError, match=r"indexer keys came for layers \(0, 1, 2, 4, 6, 7\)"):
         engine.admit(admission(1, kv))
-    with pytest.raises(ValueError, match="layer 0 has planes k, v; TileRT takes latent, rope and index_k"):
+    with pytest.raises(ValueError, match="layer 0 has planes k, v; TileRT takes latent attention"):
         engine.admit(admission(1, [LayerKV(0, {"k": torch.zeros(4, 2, 16), "v": torch.zeros(4, 2, 16)})]))
     with pytest.raises(ValueError, match="more than the model length 32"):
         engine.admit(admission(1, rows_of(30, mtp=True)))
@@ -332,7 +371,7 @@ class Endless:
 
 def endless(**how: bool) -> tuple[TilertEngine, Endless]:
     engine = Endless(**how)
-    return TilertEngine(engine, max_model_len=64, plan=Plan(), speculation=None, name="tilert"), engine
+    return TilertEngine(engine, max_model_len=64, plan=Plan(WIDTHS), speculation=None, name="tilert"), engine
 
 
 def test_a_cancelled_sequence_leaves_the_engine_to_the_next() -> None:
