@@ -22,9 +22,11 @@ def smollm2_dir() -> Path:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Two workers: what owns the machine (a vLLM, the Slurm cluster) stays in one of them, other files are spread.
 
-    Two vLLMs at once would halve each other, and there is one cluster; a file stays whole because of its fixtures.
+    Two vLLMs at once would halve each other, and there is one cluster; a file stays whole because of its fixtures. That
+    group comes first: it takes one worker about as long as everything else takes the other.
     """
     for item in items:
         heavy = any(item.get_closest_marker(name) for name in ("vllm", "slurm", "e2e"))
         name = "machine" if heavy else str(item.path.relative_to(REPOSITORY))
         item.add_marker(pytest.mark.xdist_group(name))
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group").args[0] != "machine")
