@@ -6,11 +6,10 @@ The kernel closes a dead process's end, so the other one always learns of a deat
 from __future__ import annotations
 
 import contextlib
+import json
 import socket
 import struct
 from typing import Any
-
-import orjson
 
 _LENGTH = struct.Struct(">I")
 
@@ -26,14 +25,14 @@ class Link:
 
     def send(self, message: dict[str, Any]) -> None:
         """Raises OSError when the other end is gone, or has read nothing for the deadline."""
-        content = orjson.dumps(message)
+        content = json.dumps(message, separators=(",", ":")).encode()
         self._end.sendall(_LENGTH.pack(len(content)) + content)
 
     def receive(self) -> dict[str, Any] | None:
         """The next message; None once the other end is gone."""
         head = self._exactly(_LENGTH.size)
         content = None if head is None else self._exactly(*_LENGTH.unpack(head))
-        return None if content is None else orjson.loads(content)
+        return None if content is None else json.loads(content)
 
     def close(self) -> None:
         """Ends both directions, which wakes a thread that receives; idempotent."""
