@@ -5,7 +5,7 @@ An entry goes when the server it speaks of has learnt it; the command-line audit
 
 from __future__ import annotations
 
-from configs.job import EngineName, JobSpec, ProcessSpec
+from configs.job import EngineName, JobSpec
 
 CANNOT_RUN = "the job can be planned and not run by this version"
 
@@ -22,14 +22,4 @@ def limitations(spec: JobSpec) -> list[str]:
     trio = (engines.get("prefill"), engines.get("decode"), engines.get("router"))
     if None not in trio and trio in PAIRINGS:
         found.append(PAIRINGS[trio])
-    for process in spec.processes:
-        if process.engine == "bundled" and process.role == "decode":
-            found += [text for text in _bundled_decode(spec, process) if text not in found]
     return [f"{text}: {CANNOT_RUN}." for text in found]
-
-
-def _bundled_decode(spec: JobSpec, process: ProcessSpec) -> list[str]:
-    found = []
-    if len(process.gpus) > 1:
-        found.append("serve.decode_server decodes on one device")
-    return found

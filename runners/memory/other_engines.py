@@ -5,7 +5,7 @@ from __future__ import annotations
 from runners.memory import cache, weights
 from runners.memory.engines import ACTIVATION_BYTES, ESTIMATE, LOWER_CONTEXT, NON_TORCH_BYTES, TORCH_SLACK_BYTES
 from runners.memory.roles import Role
-from runners.memory.shape import PAGE_TOKENS
+from runners.memory.shape import DTYPE_BYTES, PAGE_TOKENS
 from runners.memory.tables import GIB, Budget, Table, Term
 from serve.handoff.rows import FP8
 
@@ -133,12 +133,18 @@ def bundled_tables(role: Role) -> list[Table]:
     """This repository's decode server on GPUs: the KV arena is sized by --kv-capacity-tokens, layers are taken over
     one at a time, and the receive pool is node memory."""
     shape = role.shape
-    held = weights.rank_bytes(
-        shape, attention_tp=role.worker.tp, expert_ranks=role.ranks, vocab_tp=1, mtp=role.mtp, absorbed=shape.is_mla
-    )
+    if role.worker.tp > 1:
+        item = DTYPE_BYTES[role.kv_dtype("--dtype", default="float32")]
+        held = weights.bundled_rank_bytes(shape, role.worker.tp, mtp=role.mtp, item_bytes=item, keeps_fp8=True)
+    else:
+        held = weights.rank_bytes(
+            shape, attention_tp=1, expert_ranks=1, vocab_tp=1, mtp=role.mtp, absorbed=shape.is_mla
+        )
     dtype = arena_dtype(role)
     capacity = kv_capacity_tokens(role)
     per_token = shape.architecture.kv_bytes_per_token(dtype, mtp=role.mtp)
+    if not shape.is_mla:
+        per_token = -(-per_token // role.worker.tp)
     resident = (
         Term("weights", held, f"{role.ranks} ranks", ESTIMATE, "weights"),
         Term(
@@ -172,7 +178,9 @@ def kv_capacity_tokens(role: Role) -> int:
 def host_terms(role: Role) -> list[Term]:
     """What a process holds of its node's memory, GPU or not."""
     name, arguments = role.process.name, role.arguments
-    terms = [Term(f"{name}: runtime", RUNTIME_BYTES, "interpreter and libraries", "measured with vLLM", "runtime")]
+    runtimes = role.worker.tp if role.process.engine == "bundled" else 1  # each of its ranks is a process
+    text = "interpreter and libraries" + (f", {runtimes} ranks" if runtimes > 1 else "")
+    terms = [Term(f"{name}: runtime", runtimes * RUNTIME_BYTES, text, "measured with vLLM", "runtime")]
     if role.process.role == "router":
         return [Term(f"{name}: runtime", RUNTIME_BYTES // 8, "interpreter and libraries", ESTIMATE, "runtime")]
     if role.on_cpu:
@@ -226,14 +234,20 @@ def _cpu_terms(role: Role) -> list[Term]:
         text = "VLLM_CPU_KVCACHE_SPACE"
         terms.append(Term(f"{name}: KV cache", size, text, "cpu-kv-cache-gib", "kv", "lower cpu-kv-cache-gib"))
         return terms
-    dtype = arena_dtype(role)
+    dtype, ranks = arena_dtype(role), role.worker.tp
+    if ranks > 1:
+        item = DTYPE_BYTES[role.kv_dtype("--dtype", default="float32")]
+        part = weights.bundled_rank_bytes(shape, ranks, mtp=role.mtp, item_bytes=item, keeps_fp8=False)
+        terms = [Term(f"{name}: weights", ranks * part, f"{ranks} ranks*{part:,} B", "serve.engine", "weights")]
     per_token = shape.architecture.kv_bytes_per_token(dtype, mtp=role.mtp)
     capacity = kv_capacity_tokens(role)
+    # Every rank has the whole latent cache, but of other caches only its heads' part.
+    arenas = ranks if shape.is_mla else 1
     terms.append(
         Term(
             f"{name}: KV arena",
-            capacity * per_token,
-            f"{capacity} tokens*{per_token:,} B, {dtype}",
+            arenas * capacity * per_token,
+            f"{capacity} tokens*{per_token:,} B, {dtype}" + (f", {arenas} ranks" if arenas > 1 else ""),
             "serve.engine",
             "kv",
             "lower max-batch-size or max-model-len",

@@ -6,12 +6,14 @@ rank 0 of TileRT at a 1M context (InferenceX #3330).
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import lru_cache
 
 from runners.memory.shape import Shape
 
 NORM_BYTES = 2  # norms, biases of the router and what else is not quantised is bfloat16
 BIAS_BYTES = 4
+ROUTER_BYTES = 4  # the bundled engine routes in float32
 
 
 @lru_cache(maxsize=256)
@@ -42,6 +44,31 @@ def rank_bytes(shape: Shape, *, attention_tp: int, expert_ranks: int, vocab_tp: 
     if mtp and shape.mtp:
         total += 2 * shape.hidden**2 * NORM_BYTES + 3 * shape.hidden * NORM_BYTES
         total += 2 * _embedding_bytes(shape) // vocab_tp  # the draft's own embedding and head
+    return total
+
+
+@lru_cache(maxsize=256)
+def bundled_rank_bytes(shape: Shape, tp: int, *, mtp: bool, item_bytes: int, keeps_fp8: bool) -> int:
+    """What the fullest rank of the bundled engine holds with ``tp`` ranks (serve/engine/parallel.py).
+
+    Everything is in the compute dtype of ``item_bytes``, but with ``keeps_fp8`` the feed-forward blocks of a
+    block-scaled checkpoint, which stay as stored. Routed experts are whole; heads, dense and shared blocks and lm_head
+    are cut; the embedding, the projections to the latents and the indexer are on every rank, kv_b_proj is absorbed.
+    """
+    wide = replace(shape, block=(0, 0), item_bytes=float(item_bytes))
+    blocks = shape if keeps_fp8 and shape.block != (0, 0) else wide
+    total = shape.vocab * shape.hidden * item_bytes + shape.hidden * NORM_BYTES
+    total += 0 if shape.tied else shape.vocab // tp * shape.hidden * item_bytes
+    for layer in [*range(shape.layers), *([shape.layers] if mtp and shape.mtp else [])]:
+        total += _attention_rank_bytes(wide, layer, tp, absorbed=False, indexer_bfloat16=False)
+        if shape.is_dense(layer):
+            total += _gated_bytes(blocks, shape.dense_inter // tp)
+            continue
+        total += -(-shape.experts // tp) * _gated_bytes(blocks, shape.moe_inter)
+        total += _gated_bytes(blocks, shape.shared * shape.moe_inter // tp)
+        total += shape.experts * (shape.hidden + 1) * ROUTER_BYTES
+    if mtp and shape.mtp:
+        total += 2 * shape.hidden**2 * item_bytes + 3 * shape.hidden * NORM_BYTES
     return total
 
 

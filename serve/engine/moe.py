@@ -5,12 +5,13 @@ Legend: N = tokens, E = hidden, X = experts, K = experts a token, G = expert gro
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from serve.engine.loader import Loader
 from serve.engine.parallel import SINGLE, Parallel
 from serve.engine.swiglu import SwiGLU
 from serve.weights.shards import owner_of_expert
@@ -27,7 +28,7 @@ class MoE:
     def __init__(
         self,
         config: Mapping[str, Any],
-        load: Callable[..., torch.Tensor],
+        load: Loader,
         prefix: str,
         parallel: Parallel = SINGLE,
     ) -> None:

@@ -5,11 +5,9 @@ Legend: N = tokens, E = hidden, I = inner size.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from serve.engine.linear import Linear
+from serve.engine.loader import Loader
 from serve.engine.parallel import SINGLE, Parallel
 
 
@@ -21,7 +19,7 @@ class SwiGLU:
 
     def __init__(
         self,
-        load: Callable[..., torch.Tensor],
+        load: Loader,
         prefix: str,
         hidden: int,
         inner: int,
@@ -29,14 +27,10 @@ class SwiGLU:
         bias: bool = False,
         parallel: Parallel = SINGLE,
     ) -> None:
-        def linear(name: str, outputs: int, inputs: int, *, biased: bool) -> Linear:
-            bias_O = load(f"{prefix}{name}.bias", outputs) if biased else None
-            return Linear(load(f"{prefix}{name}.weight", outputs, inputs), bias_O)
-
         inner = parallel.share(inner, f"{prefix}gate_proj's rows")
-        self.gate = linear("gate_proj", inner, hidden, biased=bias)
-        self.up = linear("up_proj", inner, hidden, biased=bias)
-        self.down = linear("down_proj", hidden, inner, biased=bias and parallel.first)
+        self.gate = load.linear(prefix + "gate_proj", inner, hidden, bias=bias)
+        self.up = load.linear(prefix + "up_proj", inner, hidden, bias=bias)
+        self.down = load.linear(prefix + "down_proj", hidden, inner, bias=bias and parallel.first)
 
     def __call__(self, x_NE: torch.Tensor) -> torch.Tensor:
         return self.down(self.up.times(x_NE, self.gate.silu(x_NE)))

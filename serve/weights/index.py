@@ -89,13 +89,16 @@ class Checkpoint:
 
     def dequantised(self, name: str, shape: Iterable[int]) -> torch.Tensor:
         """As tensor(); block-scaled fp8 (``NAME_scale_inv`` beside it, one number a 128 x 128 block) as float32."""
+        if self.stored(name).dtype != "F8_E4M3":
+            return self.tensor(name, shape)
+        return widened(*self.block_scaled(name, shape))
+
+    def block_scaled(self, name: str, shape: Iterable[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """An e4m3 matrix as stored and its float32 scales, one a block. Raises CheckpointError as tensor()."""
         weight = self.tensor(name, shape)
-        if weight.dtype != torch.float8_e4m3fn:
-            return weight
         rows, columns = weight.shape
         scale = self.tensor(name + "_scale_inv", (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))).float()
-        scale = scale.repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
-        return weight.float() * scale
+        return weight, scale
 
     def require_dtype(self, dtype: str) -> None:
         """Raises CheckpointError naming the first tensor not stored in ``dtype`` (float32, bfloat16, float16)."""
@@ -140,6 +143,13 @@ class Checkpoint:
         if unknown:
             name = min(unknown)
             raise CheckpointError(f"{index}: does not list {name}, which {self._stored[name].file} holds")
+
+
+def widened(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """A block-scaled e4m3 matrix in float32."""
+    rows, columns = weight.shape
+    scale = scale.repeat_interleave(FP8_BLOCK, 0)[:rows].repeat_interleave(FP8_BLOCK, 1)[:, :columns]
+    return weight.float() * scale
 
 
 def _read_weight_map(model_dir: Path) -> dict[str, str] | None:

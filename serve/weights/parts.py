@@ -30,7 +30,8 @@ class RankCheckpoint(Checkpoint):
         cut = cut_of(name, stored.shape, stored.dtype, self._rank, self._ranks)
         if cut is None:
             return super().tensor(name, shape)
-        part = self._files[stored.file].get_slice(name)[cut.slices]
+        # A copy: what safetensors gives here is a view that keeps the whole tensor mapped.
+        part = self._files[stored.file].get_slice(name)[cut.slices].clone(memory_format=torch.contiguous_format)
         if shape is not None and tuple(part.shape) != tuple(shape):
             raise CheckpointError(
                 f"{self.model_dir / stored.file}: {name} has shape {list(stored.shape)}, one of {self._ranks} parts "

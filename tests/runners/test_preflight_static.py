@@ -80,6 +80,11 @@ def bundled(**changes: Any) -> JobSpec:
     return replace_process(spec, "decode-0", engine="bundled", argv=(*argv, "--max-batch-size", "1"))
 
 
+def sglang_to_bundled() -> JobSpec:
+    """A pairing whose hand-off nobody here speaks."""
+    return replace_process(replace_process(bundled(), "prefill-0", engine="sglang"), "router-0", engine="bundled")
+
+
 def ready(name: str, path: str, timeout_s: float = 3600) -> dict[str, Any]:
     return {"name": name, "readiness": Readiness(port="http", path=path, timeout_s=timeout_s)}
 
@@ -243,7 +248,7 @@ FAULTS: dict[str, tuple[Callable[[], JobSpec], Callable[[], JobSpec]]] = {
         lambda: with_argv(pinned("0.24.0"), "prefill-0", "--enable-nsa-cache-layer-split"),
     ),
     "flags-unrecorded": (lambda: pinned("0.24.0"), lambda: pinned("0.24.1")),
-    "not-in-this-version": (tilert_rocm, bundled),
+    "not-in-this-version": (bundled, sglang_to_bundled),
     # memory
     "memory-over": (tilert_rocm, original_design),
     "memory-kv-budget": (tilert_rocm, original_design),

@@ -11,7 +11,7 @@ they lie: score = (q_S @ up_k) . latent_R + q_P . k_P, and out = (softmax(score)
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,11 +22,12 @@ from serve.engine.base import LayerKV
 from serve.engine.kv_cache import CachePlane, KVRegion
 from serve.engine.kv_rows import latent_rows
 from serve.engine.linear import Linear
+from serve.engine.loader import Loader
 from serve.engine.models.base import Span, check_rows, positions
 from serve.engine.models.mtp import MtpHead
 from serve.engine.moe import MoE
 from serve.engine.parallel import SINGLE, Parallel
-from serve.engine.rope import RotaryTable, rope_parameters, rotate, yarn_mscale
+from serve.engine.rope import RotaryTable, attention_scale, rotate
 from serve.engine.swiglu import SwiGLU
 from serve.weights.index import Checkpoint
 
@@ -78,16 +79,16 @@ class DeepseekV3Model:
         self.value: int = config["v_head_dim"]
         self.interleaved: bool = config.get("rope_interleave", True)
         self.eps: float = config["rms_norm_eps"]
-        self.scale = _attention_scale(config)
+        self.scale = attention_scale(config)
         self.dtype = dtype
         self.device = device
         self.cached_rows = latent_rows(kv_dtype, self.latent, self.rotary, dtype, self.interleaved)
         self.rope = RotaryTable(config, self.rotary, max_model_len, dtype).to(device)
+        self.load_weights(config, checkpoint, mtp=mtp)
 
-        def load(name: str, *shape: int, keep_float32: bool = False) -> torch.Tensor:
-            weight = checkpoint.dequantised(name, shape)
-            return weight.to(device=device, dtype=torch.float32 if keep_float32 else dtype)
-
+    def load_weights(self, config: Mapping[str, Any], checkpoint: Checkpoint, *, mtp: bool) -> None:
+        """Everything that is computed with; overridden where the weights lie in another way (see fused.py)."""
+        load, parallel = Loader(checkpoint, self.dtype, self.device), self.parallel
         self.embed_VE = load("model.embed_tokens.weight", self.vocab_size, self.hidden)
         self.layers = [self.make_layer(config, load, layer) for layer in range(self.kv_layers)]
         self.mtp = MtpHead(load, f"model.layers.{self.main_layers}.", self.hidden, self.eps) if mtp else None
@@ -96,7 +97,7 @@ class DeepseekV3Model:
         rows = parallel.share(self.vocab_size, "vocab_size")
         self.head = Linear(self.embed_VE[parallel.rows(rows)] if tied else load("lm_head.weight", rows, self.hidden))
 
-    def make_layer(self, config: Mapping[str, Any], load: Callable[..., torch.Tensor], layer: int) -> DecoderLayer:
+    def make_layer(self, config: Mapping[str, Any], load: Loader, layer: int) -> DecoderLayer:
         """One decoder layer, the MTP layer's included."""
         return DecoderLayer(self, config, load, layer)
 
@@ -143,9 +144,7 @@ class DeepseekV3Model:
 class DecoderLayer:
     """One block: absorbed attention, then experts or a dense feed-forward."""
 
-    def __init__(
-        self, model: DeepseekV3Model, config: Mapping[str, Any], load: Callable[..., torch.Tensor], layer: int
-    ) -> None:
+    def __init__(self, model: DeepseekV3Model, config: Mapping[str, Any], load: Loader, layer: int) -> None:
         self.model = model
         prefix, hidden = f"model.layers.{layer}.", model.hidden
         attention = prefix + "self_attn."
@@ -249,14 +248,6 @@ def is_dense(config: Mapping[str, Any], layer: int) -> bool:
     if types is None:
         return layer < config.get("first_k_dense_replace", 0)
     return layer < len(types) and types[layer] == "dense"
-
-
-def _attention_scale(config: Mapping[str, Any]) -> float:
-    scale = float((config["qk_nope_head_dim"] + config["qk_rope_head_dim"]) ** -0.5)
-    rope = rope_parameters(config)
-    if rope["rope_type"] != "default" and rope.get("mscale_all_dim"):
-        scale *= yarn_mscale(rope["factor"], rope["mscale_all_dim"]) ** 2
-    return scale
 
 
 def _pairs_as_halves(rows: torch.Tensor, kept: int, interleaved: bool) -> torch.Tensor:

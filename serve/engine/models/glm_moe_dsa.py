@@ -9,7 +9,7 @@ choice of the last full layer (arXiv 2603.12201). Up to K tokens it is plain att
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from serve.engine.base import LayerKV
 from serve.engine.kv_cache import CachePlane, KVRegion
 from serve.engine.kv_rows import index_keys
 from serve.engine.linear import Linear
+from serve.engine.loader import Loader
 from serve.engine.models.base import Span, check_rows
 from serve.engine.models.deepseek_v3 import DecoderLayer, DeepseekV3Model, Step
 from serve.engine.parallel import SINGLE, Parallel
@@ -69,7 +70,7 @@ class GlmMoeDsaModel(DeepseekV3Model):
         )
         self.cached_keys = index_keys(kv_dtype, self.index_dim, self.rotary, dtype, self.interleaved)
 
-    def make_layer(self, config: Mapping[str, Any], load: Callable[..., torch.Tensor], layer: int) -> DecoderLayer:
+    def make_layer(self, config: Mapping[str, Any], load: Loader, layer: int) -> DecoderLayer:
         return _SparseLayer(self, config, load, layer)
 
     @property
@@ -111,9 +112,7 @@ class GlmMoeDsaModel(DeepseekV3Model):
 
 
 class _SparseLayer(DecoderLayer):
-    def __init__(
-        self, model: GlmMoeDsaModel, config: Mapping[str, Any], load: Callable[..., torch.Tensor], layer: int
-    ) -> None:
+    def __init__(self, model: GlmMoeDsaModel, config: Mapping[str, Any], load: Loader, layer: int) -> None:
         super().__init__(model, config, load, layer)
         self.sparse = model
         self.full = layer in model.place

@@ -14,8 +14,10 @@ import torch
 import torch.nn.functional as F
 
 from serve.engine.base import LayerKV
+from serve.engine.cpu_threads import threads_for
 from serve.engine.kv_cache import CachePlane, KVRegion
 from serve.engine.linear import Linear
+from serve.engine.loader import Loader
 from serve.engine.models.base import Span, causal_mask, check_rows, positions
 from serve.engine.parallel import SINGLE, Parallel
 from serve.engine.rope import RotaryTable, rotate
@@ -63,9 +65,7 @@ class LlamaModel:
         self.device = device
         self.rope = RotaryTable(config, self.head_dim, max_model_len, dtype).to(device)
 
-        def load(name: str, *shape: int) -> torch.Tensor:
-            return checkpoint.tensor(name, shape).to(device=device, dtype=dtype)
-
+        load = Loader(checkpoint, dtype, device)
         self.embed_VE = load("model.embed_tokens.weight", self.vocab_size, self.hidden)
         self.layers = [_Layer(self, config, load, f"model.layers.{layer}.") for layer in range(self.kv_layers)]
         self.norm_E = load("model.norm.weight", self.hidden)
@@ -98,10 +98,13 @@ class LlamaModel:
         # One view of everything cached a sequence and layer, made here so that the layers below make none.
         cached_SL = [span.cache[:, :, :, : span.start + span.count].unbind(0) for span in spans]
         masks = [causal_mask(span, self.device) for span in spans]
+        # What one sequence's attention reads in one layer, again for every new token.
+        row_bytes = 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
+        attention_bytes = max((span.start + span.count) * span.count * row_bytes for span in spans)
         x_NE = self.embed_VE[token_ids_N]
         for index, layer in enumerate(self.layers):
             cached = [by_layer[index] for by_layer in cached_SL]
-            x_NE = layer.forward(x_NE, cos_N1D, sin_N1D, spans, cached, masks)
+            x_NE = layer.forward(x_NE, cos_N1D, sin_N1D, spans, cached, masks, attention_bytes)
         return F.rms_norm(x_NE, (self.hidden,), self.norm_E, self.eps)
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
@@ -109,7 +112,7 @@ class LlamaModel:
 
 
 class _Layer:
-    def __init__(self, model: LlamaModel, config: Mapping[str, Any], load: Any, prefix: str) -> None:
+    def __init__(self, model: LlamaModel, config: Mapping[str, Any], load: Loader, prefix: str) -> None:
         self.model = model
         self.q_rows = model.heads * model.head_dim
         self.kv_rows = model.kv_heads * model.head_dim
@@ -142,6 +145,7 @@ class _Layer:
         spans: Sequence[Span],
         cached: Sequence[torch.Tensor],
         masks: Sequence[torch.Tensor | None],
+        attention_bytes: int,
     ) -> torch.Tensor:
         model = self.model
         qkv_NO = self.qkv(F.rms_norm(x_NE, (model.hidden,), self.norm_E, model.eps))
@@ -149,7 +153,8 @@ class _Layer:
         turned_NHD = rotate(turned_NHD, cos_N1D, sin_N1D)
         q_NHD, k_NGD = turned_NHD.split((model.heads, model.kv_heads), dim=1)
         v_NGD = qkv_NO[:, self.q_rows + self.kv_rows :].view(-1, model.kv_heads, model.head_dim)
-        mixed_NO = self._attend(q_NHD, k_NGD, v_NGD, spans, cached, masks)
+        with threads_for(attention_bytes, model.device):
+            mixed_NO = self._attend(q_NHD, k_NGD, v_NGD, spans, cached, masks)
         x_NE = model.parallel.plus(self.out, mixed_NO, x_NE)
         return model.parallel.plus(self.mlp, F.rms_norm(x_NE, (model.hidden,), self.mlp_norm_E, model.eps), x_NE)
 

@@ -7,18 +7,17 @@ takes its own normed output for the hidden state, as it took the model's.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 
 from serve.engine.linear import Linear
+from serve.engine.loader import Loader
 
 
 class MtpHead:
     """enorm, hnorm, eh_proj and shared_head.norm under ``prefix``."""
 
-    def __init__(self, load: Callable[..., torch.Tensor], prefix: str, hidden: int, eps: float) -> None:
+    def __init__(self, load: Loader, prefix: str, hidden: int, eps: float) -> None:
         self._hidden, self._eps = hidden, eps
         self._token_norm_E = load(prefix + "enorm.weight", hidden)
         self._state_norm_E = load(prefix + "hnorm.weight", hidden)
