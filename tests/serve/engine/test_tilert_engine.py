@@ -363,7 +363,7 @@ class Endless:
         on_token(8)
         if self._fails:
             raise FloatingPointError("an SM fell over")
-        (cancel_event if self._listens else self.let_go).wait(20)
+        (cancel_event if self._listens else self.let_go).wait(60)
 
     def reset(self) -> None:
         self.resets += 1
@@ -374,7 +374,8 @@ def endless(**how: bool) -> tuple[TilertEngine, Endless]:
     return TilertEngine(engine, max_model_len=64, plan=Plan(WIDTHS), speculation=None, name="tilert"), engine
 
 
-def test_a_cancelled_sequence_leaves_the_engine_to_the_next() -> None:
+def test_a_cancelled_sequence_leaves_the_engine_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tilert_engine, "STOP_TIMEOUT_S", 5)
     engine, theirs = endless()
     engine.admit(admission(1, rows_of(3, mtp=False)))
     assert engine.step()[0].token_ids == (8,)
