@@ -57,6 +57,12 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--tilert-profile", default="glm5", help="TileRT's name of the model (default %(default)s)")
     p.add_argument("--tilert-weights", type=Path, metavar="DIR", help="converted checkpoint (default: --model)")
     p.add_argument("--device", default="cpu", help="torch device of the engine (default %(default)s)")
+    p.add_argument(
+        "--step",
+        default="auto",
+        choices=["auto", "eager", "fused"],
+        help="fused: captured CUDA graphs (GLM-5, DeepSeek-V3); auto: where the device and the model allow it",
+    )
     p.add_argument("--threads", type=_positive, default=2, help="CPU threads of the engine (default %(default)s)")
     add_ranks_argument(p)
     p.add_argument(
@@ -266,6 +272,7 @@ def _engine(options: argparse.Namespace) -> DecodeEngine:
         device=options.device,
         speculation=speculation_of(options),
         kv_dtype=options.kv_dtype,
+        step=options.step,
         ranks=options.tensor_parallel_size,
     )
 
