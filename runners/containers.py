@@ -72,10 +72,12 @@ def _docker(
     label: str,
 ) -> Wrapped:
     name = f"baton-{label}-{process.name}"
-    user = ("--userns=keep-id",) if runtime == "podman" else ("--user", f"{os.getuid()}:{os.getgid()}")
+    # podman knows keep-id only where it runs as an ordinary user, for whom --user would be somebody else outside.
+    rootless = runtime == "podman" and os.getuid() != 0
     options = (
-        *("--rm", "--init", "--name", name, "--network", "host", "--ipc", "host", "--ulimit", "memlock=-1"),
-        *user,
+        *("--rm", "--init", "--name", name, "--network", "host", "--ipc", "host"),
+        *(("--userns=keep-id",) if rootless else ("--user", f"{os.getuid()}:{os.getgid()}")),
+        *_docker_rdma(spec),
         *("--workdir", cwd, "--entrypoint", argv[0]),
         *_pairs("--volume", binds),
         *_pairs("--env", assigned),
@@ -83,6 +85,13 @@ def _docker(
     )
     # A client that is killed leaves its container: the daemon is told, by the name that only this job has.
     return Wrapped((), (runtime, "run", *options, str(process.image), *argv[1:]), (runtime, "rm", "--force", name))
+
+
+def _docker_rdma(spec: JobSpec) -> tuple[str, ...]:
+    """The cards, and the right to register as much memory as they are to see."""
+    if not spec.cluster_profile.get("rdma-devices"):
+        return ()
+    return ("--device", "/dev/infiniband", "--cap-add", "IPC_LOCK", "--ulimit", "memlock=-1")
 
 
 def _docker_gpus(runtime: str, spec: JobSpec, process: ProcessSpec) -> tuple[str, ...]:

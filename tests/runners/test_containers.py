@@ -12,7 +12,14 @@ from runners.containers import Wrapped, wrap
 from tests.runners.jobs import make_job
 
 
-def wrapped(tmp_path: Path, runtime: str, *, vendor: str = "nvidia", image: str | None = "team/engine:1") -> Wrapped:
+def wrapped(
+    tmp_path: Path,
+    runtime: str,
+    *,
+    vendor: str = "nvidia",
+    image: str | None = "team/engine:1",
+    rdma: tuple[str, ...] = (),
+) -> Wrapped:
     spec = make_job(tmp_path)
     process = spec.processes[0].model_copy(update={"image": image, "gpus": (4, 5)})
     profile = spec.cluster_profile | {
@@ -21,6 +28,7 @@ def wrapped(tmp_path: Path, runtime: str, *, vendor: str = "nvidia", image: str 
             "mounts": [{"source": "/data", "target": "/models", "read-only": True}],
         },
         "gpu": {"vendor": vendor, "count-per-node": 8},
+        "rdma-devices": rdma,
     }
     spec = spec.model_copy(update={"cluster_profile": profile})
     return wrap(spec, process, ["serve", "--port", "1"], {"MASK": "4,5"}, label="77")
@@ -35,15 +43,16 @@ def test_without_an_image_only_the_environment_is_added(tmp_path: Path) -> None:
     assert found == Wrapped((), ("env", "MASK=4,5", "serve", "--port", "1"))
 
 
-@pytest.mark.parametrize(("runtime", "user"), [("docker", "--user"), ("podman", "--userns=keep-id")])
+@pytest.mark.parametrize(("runtime", "uid"), [("docker", 1000), ("podman", 1000), ("podman", 0)])
 def test_docker_and_podman_run_as_the_user_and_remove_only_their_own_container(
-    tmp_path: Path, runtime: str, user: str
+    tmp_path: Path, runtime: str, uid: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(os, "getuid", lambda: uid)
     found = wrapped(tmp_path, runtime)
     assert found.argv[:2] == (runtime, "run")
-    assert user in found.argv
-    if runtime == "docker":
-        assert pairs(found.argv, "--user") == [f"{os.getuid()}:{os.getgid()}"]
+    rootless = (runtime, uid) == ("podman", 1000)
+    assert ("--userns=keep-id" in found.argv) is rootless, "podman refuses it for root"
+    assert pairs(found.argv, "--user") == ([] if rootless else [f"{uid}:{os.getgid()}"])
     assert pairs(found.argv, "--name") == ["baton-77-decode-0"]
     assert found.cleanup == (runtime, "rm", "--force", "baton-77-decode-0")
     assert "/data:/models:ro" in pairs(found.argv, "--volume")
@@ -51,6 +60,12 @@ def test_docker_and_podman_run_as_the_user_and_remove_only_their_own_container(
     assert pairs(found.argv, "--env") == ["MASK=4,5"]
     assert found.argv[-3:] == ("team/engine:1", "--port", "1")
     assert pairs(found.argv, "--entrypoint") == ["serve"], "an image's own entry point must not swallow the command"
+
+
+def test_containers_see_the_network_cards_only_where_the_site_has_some(tmp_path: Path) -> None:
+    with_cards, without = wrapped(tmp_path, "docker", rdma=("mlx5_0",)).argv, wrapped(tmp_path, "docker").argv
+    assert "/dev/infiniband" in pairs(with_cards, "--device") and "memlock=-1" in pairs(with_cards, "--ulimit")
+    assert pairs(without, "--ulimit") == [], "not every user may lift a limit"
 
 
 def test_amd_containers_get_the_devices_that_rocm_opens(tmp_path: Path) -> None:
