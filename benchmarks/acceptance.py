@@ -78,7 +78,8 @@ def measure(url: str, prompts: Prompts, load: Load) -> Length:
             drafted=counted.drafted,
             accepted=counted.accepted,
             standard_error=round(standard_error(counted), 4),
-            per_position=counted.per_position,
+            # A server tells only of positions that it ever accepted.
+            per_position=(*counted.per_position, *[0.0] * (depth - len(counted.per_position))),
         ),
         model,
         {name: version for reading in before for name, version in reading.versions.items()},

@@ -7,10 +7,13 @@ import re
 import shlex
 import subprocess
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
@@ -92,7 +95,7 @@ def test_a_measured_length_is_what_the_server_counted_and_what_a_plan_finds(curv
     curve = read_curve(curve_file)
     cell = curve.measurements["thinking-off"][2]
     assert cell.drafted == 2 * cell.steps and cell.prompts == 6
-    assert [cell.steps, cell.accepted] == [counted["steps"], counted["accepted"]] and len(cell.per_position) <= 2
+    assert [cell.steps, cell.accepted] == [counted["steps"], counted["accepted"]] and len(cell.per_position) == 2
     origin = curve.provenance
     assert (origin.status, origin.output_tokens, origin.date is None) == ("measured", 16, False)
     assert NAME in origin.source and origin.versions.keys() == {"baton-bench", "bundled"}
@@ -133,6 +136,27 @@ def test_a_server_that_simulates_or_steps_too_little_writes_nothing(
     assert "fewer than --min-steps 5000" in capsys.readouterr().err
     assert measured(f"{drafting}/nothing", tmp_path) == 75
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_simulated_is_told_and_kept_from_evaluations(drafting: str, simulating: str) -> None:
+    def ask(url: str, purpose: dict[str, str]) -> tuple[int, Any]:
+        body = {"model": NAME, "prompt": "ten plus two is", "max_tokens": 100, "ignore_eos": True, "temperature": 0}
+        request = urllib.request.Request(url + "/v1/completions", json.dumps(body).encode(), purpose)
+        try:
+            with urllib.request.urlopen(request, timeout=60) as response:
+                return response.status, json.load(response)
+        except urllib.error.HTTPError as error:
+            return error.code, json.load(error)["error"]["code"]
+
+    evaluation = {"X-Baton-Purpose": "eval"}
+    assert ask(drafting, evaluation)[0] == 200
+    assert ask(simulating, evaluation) == (409, "acceptance_simulated")
+    before = speculation.read(simulating)
+    assert ask(simulating, {})[0] == 200
+    counted = difference(before, speculation.read(simulating))
+    assert before[0].mode == "simulated"
+    assert counted.mean_length == pytest.approx(2.99, rel=0.01)
+    assert counted.per_position[0] == 1.0 and len(counted.per_position) == 2  # never a third draft
 
 
 def test_a_router_is_measured_at_its_decode_servers(drafting: str) -> None:
