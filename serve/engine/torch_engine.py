@@ -273,11 +273,14 @@ class ChunkedPrefill:
         self.drafts: list[int] = []
 
     def run(
-        self, cache: Any, prompt_token_ids: Sequence[int], sampler: TokenSampler, chunk_tokens: int
+        self, cache: Any, prompt_token_ids: Sequence[int], sampler: TokenSampler, chunk_tokens: int, cached: int = 0
     ) -> Iterator[tuple[int, int]]:
-        """Yields (start, end) of each chunk once its rows are in the cache, those of the MTP layer included."""
+        """Yields (start, end) of each chunk once its rows are in the cache, those of the MTP layer included.
+
+        The rows of the first ``cached`` tokens, at most all but one, are in the cache already.
+        """
         length = len(prompt_token_ids)
-        for start in range(0, length, chunk_tokens):
+        for start in range(cached, length, chunk_tokens):
             end = min(start + chunk_tokens, length)
             token_ids_N = torch.tensor(prompt_token_ids[start:end], device=self._device)
             hidden_NE = self._model.forward(token_ids_N, [Span(cache, start, end - start)])

@@ -76,7 +76,10 @@ class PrefillService:
         self._created = int(time.time())
         self._registry = registry = CollectorRegistry()
         self._requests = Counter("baton_requests", "Requests by how they ended.", ["outcome"], registry=registry)
-        self._prompt_tokens = Counter("baton_prompt_tokens", "Prompt tokens computed.", registry=registry)
+        self._prompt_tokens = Counter("baton_prompt_tokens", "Prompt tokens, those reused included.", registry=registry)
+        self._reused_tokens = Counter(
+            "baton_prefix_cache_hits", "Prompt tokens whose rows were there from the prompt before.", registry=registry
+        )
         self._seconds = Histogram(
             "baton_prefill_seconds", "Arrival to first token.", buckets=_SECONDS, registry=registry
         )
@@ -160,6 +163,7 @@ class PrefillService:
         finally:
             self._prompts.discard(prompt)
         self._prompt_tokens.inc(len(token_ids))
+        self._reused_tokens.inc(prompt.reused_tokens)
         self._seconds.observe(time.monotonic() - prompt.arrived_s)
         pieces, finish = generation.first(token_id)
         assert finish is not None

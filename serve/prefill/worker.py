@@ -28,11 +28,15 @@ class PromptAbandoned(RuntimeError):
 
 @dataclass(eq=False)
 class Prompt:
-    """One request. ``handoff`` None: only the first token is wanted. Set ``abandoned`` to stop after a chunk."""
+    """One request. ``handoff`` None: only the first token is wanted. Set ``abandoned`` to stop after a chunk.
+
+    ``reused_tokens`` says, once it ran, how many tokens' rows were still there from the prompt before.
+    """
 
     token_ids: Sequence[int]
     sampling: SamplingParams
     handoff: HandoffParams | None
+    reused_tokens: int = 0
     arrived_s: float = field(default_factory=time.monotonic)
     abandoned: threading.Event = field(default_factory=threading.Event)
 
@@ -56,7 +60,11 @@ class CachedLayer:
 
 
 class PrefillWorker:
-    """Owns the model and a cache for one prompt; all calls come from one thread."""
+    """Owns the model and a cache for one prompt; all calls come from one thread.
+
+    The rows of the last prompt stay in the cache: one that begins like it, as the next turn of a conversation does, is
+    computed from where they part.
+    """
 
     def __init__(
         self,
@@ -72,8 +80,13 @@ class PrefillWorker:
         self._drafter = create_drafter(model, speculation, device) if speculation is not None and mtp else None
         depth = 0 if speculation is None else speculation.depth
         with torch.inference_mode():
-            self._kv = kv_cache_of(model, max_model_len + depth, device)
-        self._slack_tokens = depth
+            kv = kv_cache_of(model, max_model_len + depth, device)
+            region = kv.allocate(max_model_len + depth)
+            assert region is not None
+            self._cache = model.open_cache(region)
+        self._max_model_len = max_model_len
+        # Their rows are in the cache.
+        self._cached: Sequence[int] = ()
         self._streamer: HandoffStreamer | None = None
         self.layers: dict[str, Any] = {}
 
@@ -104,33 +117,37 @@ class PrefillWorker:
         length = len(prompt.token_ids)
         if max(prompt.token_ids) >= self._model.vocab_size:
             raise ValueError(f"a token id is outside the vocabulary of {self._model.vocab_size}")
-        region = self._kv.allocate(length + self._slack_tokens)
-        if region is None:
+        if length > self._max_model_len:
             raise ValueError(f"a prompt of {length} tokens is longer than this server was started for")
         try:
-            return self._run(prompt, self._model.open_cache(region))
+            return self._run(prompt)
         except BaseException as error:
             self._give_up(prompt, error)
             raise
-        finally:
-            self._kv.free(region)
 
-    def _run(self, prompt: Prompt, cache: Any) -> int:
+    def _run(self, prompt: Prompt) -> int:
         queue_ms = (time.monotonic() - prompt.arrived_s) * 1e3
+        token_ids, length, handoff = prompt.token_ids, len(prompt.token_ids), prompt.handoff
         for layer in self.layers.values():
-            layer.cache = cache
+            layer.cache = self._cache
+        cached = prompt.reused_tokens = _reusable(self._cached, token_ids)
+        self._cached = token_ids[:cached]
+        prefix = handoff.prefix(token_ids) if handoff is not None else None
         prefill = ChunkedPrefill(self._model, self._drafter, self._device)
-        computed = prefill.run(cache, prompt.token_ids, TokenSampler(prompt.sampling), self._chunk_tokens)
-        length = len(prompt.token_ids)
-        for start in range(0, length, self._chunk_tokens):
+        computed = prefill.run(self._cache, token_ids, TokenSampler(prompt.sampling), self._chunk_tokens, cached)
+        for start in range(cached, length, self._chunk_tokens):
             if prompt.abandoned.is_set():
                 raise PromptAbandoned("the client is gone")
             end = min(start + self._chunk_tokens, length)
-            if self._streamer is not None and prompt.handoff is not None:
-                self._streamer.begin_step(StepPlan((Chunk(prompt.handoff, length, start, end, (), queue_ms),)))
+            if self._streamer is not None and handoff is not None:
+                # The rows that are there already go with the first chunk, as after a hit of vLLM's prefix cache.
+                first = start == cached
+                chunk = Chunk(handoff, length, 0 if first else start, end, (), queue_ms, prefix if first else None)
+                self._streamer.begin_step(StepPlan((chunk,)))
             next(computed)
-            if self._streamer is not None and prompt.handoff is not None:
-                self._streamer.end_step({prompt.handoff.handoff_id: prefill.drafts})
+            self._cached = token_ids[:end]
+            if self._streamer is not None and handoff is not None:
+                self._streamer.end_step({handoff.handoff_id: prefill.drafts})
         return prefill.token_id
 
     def _give_up(self, prompt: Prompt, error: BaseException) -> None:
@@ -141,3 +158,13 @@ class PrefillWorker:
         handoff = prompt.handoff
         failure = Failure(handoff.handoff_id, handoff.request_id, HandoffCode.ABORTED, reason)
         self._streamer.begin_step(StepPlan(aborts=(failure,)))
+
+
+def _reusable(cached: Sequence[int], token_ids: Sequence[int]) -> int:
+    """Rows that two prompts have in common: one less than tokens, as a draft layer's row is made with the next token.
+
+    So at least one token is left to compute, whose logits give the first token.
+    """
+    pairs = enumerate(zip(cached, token_ids, strict=False))
+    alike = next((at for at, (one, other) in pairs if one != other), min(len(cached), len(token_ids)))
+    return max(0, alike - 1)

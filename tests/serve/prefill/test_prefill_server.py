@@ -79,7 +79,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
         return line.split()[1]
 
     try:
-        decode = start("serve.decode_server", "--max-batch-size", "4")
+        decode = start("serve.decode_server", "--max-batch-size", "4", "--held-prefix-tokens", "1000")
         prefill = start("serve.prefill_server", "--chunk-tokens", "32")
         with urllib.request.urlopen(decode + "/server_info", timeout=30) as response:
             control = json.loads(response.read())["control"]
@@ -114,6 +114,28 @@ def test_prefill_hand_off_and_decode_with_mtp_give_one_engines_greedy_tokens(ser
     info = json.loads(servers.get(servers.decode + "/server_info"))
     assert (info["acceptance"]["mode"], info["acceptance"]["draft_depth"]) == ("real", DEPTH)
     assert info["layout"] == json.loads(servers.get(servers.prefill + "/server_info"))["layout"]
+
+
+def test_a_sessions_next_turn_is_neither_computed_nor_sent_again(servers: Servers) -> None:
+    engine = create_engine(servers.folder / "model", "float32", 1, 256, 256, threads=1)
+    prompt = [(7 * token) % 200 for token in range(100)]
+    for turn in ("turn1", "turn2"):
+        params = {"handoff_id": turn, "request_id": turn, "decode_control": servers.control, "session_id": "chat"}
+        status, first = servers.hop1(turn, prompt=prompt, kv_transfer_params=params)
+        assert status == 200
+        token = first["choices"][0]["token_ids"][0]
+        params = {"handoff_id": turn, "request_id": turn, "prompt_token_ids": prompt, "first_token_id": token}
+        body = {"model": NAME, "prompt": prompt, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+        body |= {"return_token_ids": True, "kv_transfer_params": params}
+        _, answer = servers.post(servers.decode + "/v1/completions", body)
+        tokens = answer["choices"][0]["token_ids"]
+        assert tokens == generate(engine, prompt, TOKENS)
+        prompt = [*prompt, *tokens, *range(20)]
+
+    sent = {record["handoff_id"]: record for record in servers.stages("serve.prefill_server.jsonl")}
+    assert [sent[turn]["held_tokens"] for turn in ("turn1", "turn2")] == [0, 95]
+    assert 0 < sent["turn2"]["bytes"] * 95 == sent["turn2"]["bytes_saved"] * (100 + TOKENS + 20 - 95)
+    assert b"baton_prefix_cache_hits_total 99.0" in servers.get(servers.prefill + "/metrics")
 
 
 def test_chat_and_the_other_routes_answer_as_hop_1_needs(servers: Servers) -> None:
