@@ -3,7 +3,8 @@
 GLM-5.2's full width in a few layers, random weights, one sequence. For bf16 and for e4m3 weights: milliseconds a token
 of both (transformers with eager attention and its usual experts, and with eager experts), the agreement of the logits
 under teacher forcing, and the bytes a step must read over the time it takes, against the copy bandwidth of this run.
-Then a verify step of 4 tokens against its own roofline. Prints one JSON object.
+Then a verify step of 4 tokens against its own roofline, and the engine of the decode server around these steps, with
+its Python, for 1 and 8 sequences, plain and with MTP drafts. Prints one JSON object.
 
 Agreement: bf16 noise flips a router's choice where two experts score alike, and random weights make that common; the
 token's logits then differ by a whole expert. So tokens whose experts agree in every layer are held to the tolerance of
@@ -26,6 +27,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_engine import bench_engine
 from serve.engine.cuda_decode import DecodeStep
 from serve.engine.kernels import reference
 from serve.engine.kernels.weight import Weight, quantize
@@ -167,6 +169,22 @@ class TransformersSide:
                 }
             )
         return torch.stack(logits), routings, statistics.median(times)
+
+    def decode_batch(self, cache: Any, tokens: torch.Tensor) -> float:
+        """The median milliseconds of a step that feeds one of ``tokens`` to each of as many copies of the sequence."""
+        for layer in cache.layers:
+            for name in ("keys", "values", "indexer_keys"):
+                rows = getattr(layer, name, None)
+                if rows is not None:
+                    setattr(layer, name, rows.repeat_interleave(len(tokens), dim=0))
+        times = []
+        for _ in range(6):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            self.model(tokens[:, None], past_key_values=cache, use_cache=True)
+            torch.cuda.synchronize()
+            times.append(1e3 * (time.perf_counter() - began))
+        return statistics.median(times)
 
     def round_to_e4m3(self) -> dict[str, torch.Tensor]:
         """The checkpoint's e4m3 weights and scales, and bf16 for the rest; the model's own take the rounded values."""
@@ -338,6 +356,7 @@ def bench_dtype(
         theirs.model.set_experts_implementation("eager")
         eager_experts_ms = theirs.decode(cache, tokens[context : context + 8])[2]
         theirs.model.set_experts_implementation(usual)
+    eager_batch_ms = theirs.decode_batch(cache, tokens[context : context + 8])
     del cache
     forced = tokens[context : context + steps]
     logits, chosen = run_ours(step, forced, context, 1)
@@ -346,6 +365,7 @@ def bench_dtype(
     result = {
         "transformers_eager_ms": eager_ms,
         "transformers_eager_experts_ms": eager_experts_ms,
+        "transformers_eager_batch_8_ms": eager_batch_ms,
         "step": one,
         "verify_step_of_4": four,
         "greedy_loop_ms": wall_ms(step, forced[:1], context, 2 * steps),
@@ -357,6 +377,8 @@ def bench_dtype(
         "verify_logits": agreement(verify_logits, their_logits, verify_chosen, their_chosen),
         "memory_gib": torch.cuda.max_memory_allocated() / 2**30,
     }
+    config = theirs.config.to_dict()
+    result["engine"] = bench_engine(config, weights, step, tokens[:context], device_ms)
     if args.kernels:
         result["kernel_us_and_count"] = {tokens: kernel_times(step, tokens) for tokens in (1, 4)}
     print(name, json.dumps(result), file=sys.stderr, flush=True)

@@ -18,7 +18,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16 = torch.bfloat16 if torch.cuda.is_available() else torch.float16
 ROUNDED, SUMMED = 5e-3, 1e-5
 TOKENS = [1, 2, 4, 7, 8]
-# Where the tokens are the narrow side of a matrix product, they are padded to 16, 32 and 64.
+# Where the tokens are the narrow side of a matrix product, they are padded to 32 and 64, too.
 MORE_TOKENS = [*TOKENS, 12, 32, 64]
 
 

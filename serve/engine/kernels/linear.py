@@ -1,8 +1,8 @@
 """Skinny products for 1 to 64 tokens: every weight is read once, in order, and that is all the time there is.
 
 Two ways. On the plain cores (one token of bf16): a dot product a row, with the whole tile as accumulator, so that
-nothing is reduced before the end. On the matrix units: the weight is the left operand, and the tokens, padded to a
-power of two, are the narrow side. An e4m3 weight is widened in registers; its scale goes into x (plain cores) or onto a
+nothing is reduced before the end. On the matrix units: the weight is the left operand, and the tokens, padded to 8,
+32 or 64, are the narrow side. An e4m3 weight is widened in registers; its scale goes into x (plain cores) or onto a
 block's partial sum (matrix units). The matrix units take it as float16, which the device makes of e4m3 in one
 instruction a pair and of bf16 in none; x goes along by 1/16, so that it may reach a million, and what that makes too
 small is under 2^-20.
@@ -19,8 +19,10 @@ import triton.language as tl
 from serve.engine.kernels.weight import BLOCK, Weight
 
 MAX_TOKENS = 64
-# What the matrix units take at least, and from when on a tile's stages are so large that only half of them fit.
-LEAST_PADDED, HALVED_FROM = 8, 32
+# Sizes that a step's tokens are padded to: each is compiled once, and the wasted columns cost no memory traffic.
+PADDED_TOKENS = (8, 32, 64)
+# From here on a tile's stages are so large that only half of them fit.
+HALVED_FROM = 32
 SHIFT = tl.constexpr(16.0)
 
 
@@ -133,7 +135,7 @@ def fitted_cols(tile: Tile, inputs: int) -> int:
 
 def padded(tokens: int) -> int:
     """The tokens of a launch on the matrix units."""
-    return max(LEAST_PADDED, triton.next_power_of_2(tokens))
+    return next(size for size in PADDED_TOKENS if tokens <= size)
 
 
 def fitted_stages(tile: Tile, tokens: int) -> int:

@@ -37,8 +37,14 @@ MOST_ROWS = GRAPH_ROWS[-1]
 class _FusedWeights(DeepseekV3Model):
     """Mixed in before a model class: its weights and arithmetic are the fused step's."""
 
-    def load_weights(self, config: Mapping[str, Any], checkpoint: Checkpoint, *, mtp: bool) -> None:
-        weights = CheckpointWeights(checkpoint, self.dtype, self.device)
+    def load_weights(
+        self, config: Mapping[str, Any], checkpoint: Checkpoint | Mapping[str, torch.Tensor], *, mtp: bool
+    ) -> None:
+        """``checkpoint`` may be the tensors themselves, on the model's device (see FusedStep)."""
+        if isinstance(checkpoint, Mapping):
+            weights = checkpoint
+        else:
+            weights = CheckpointWeights(checkpoint, self.dtype, self.device)
         self.step = FusedStep(config, weights, self.rope.cos_P1D.shape[0], mtp=mtp)
         self._pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
         self._main: dict[int, Captured] = {}

@@ -19,7 +19,6 @@ from serve.engine.speculative import Verifier
 from serve.engine.torch_engine import TorchEngine
 from serve.weights.tiny import CONFIGS, write_checkpoint
 
-
 E4M3_NAMES = ("_proj.weight", "kv_a_proj_with_mqa.weight", "wq_b.weight", "wk.weight")
 
 
