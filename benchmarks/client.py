@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -39,7 +39,7 @@ _TOKENIZER_FILES = (
     "merges.txt",
     "chat_template.jinja",
 )
-_TOKENIZER_NAME = "local/tokenizer"
+TOKENIZER_NAME = "local/tokenizer"
 
 
 class ClientRun(BaseModel):
@@ -83,19 +83,41 @@ def run_aiperf(
     inputs = raw_dir / "inputs.json"
     dataset_sha256 = write_inputs(requests, model_id, inputs)
     write_manifest(requests, raw_dir / "requests.jsonl")
-    hf_home = raw_dir / "hf_home"
-    hub_entry(tokenizer_dir, hf_home, _TOKENIZER_NAME)
     raw_export = sum(request.output_tokens for request in requests) <= RAW_EXPORT_MAX_TOKENS
     argv = _argv(point, url=url, model_id=model_id, inputs=inputs, raw_dir=raw_dir, raw_export=raw_export)
+    return execute(
+        argv,
+        tokenizer_dir=tokenizer_dir,
+        raw_dir=raw_dir,
+        deadline_s=point.limits.point_timeout_s,
+        raw_export=raw_export,
+        dataset_sha256=dataset_sha256,
+    )
+
+
+def execute(
+    argv: Sequence[str],
+    *,
+    tokenizer_dir: Path,
+    raw_dir: Path,
+    deadline_s: float,
+    raw_export: bool,
+    dataset_sha256: str,
+    on_tick: Callable[[], None] = lambda: None,
+) -> ClientRun:
+    """Runs aiperf with the tokenizer where offline it looks for one, and says in raw/client.json how it ended."""
+    hf_home = raw_dir / "hf_home"
+    hub_entry(tokenizer_dir, hf_home, TOKENIZER_NAME)
     log = raw_dir / "aiperf.log"
     started_at = datetime.now(UTC)
-    ended = run_in_group(argv, env=_environment(hf_home), log=log, deadline_s=point.limits.point_timeout_s, cwd=raw_dir)
+    environment = _environment(hf_home)
+    ended = run_in_group(argv, env=environment, log=log, deadline_s=deadline_s, cwd=raw_dir, on_tick=on_tick)
     ended_at = datetime.now(UTC)
     shutil.rmtree(hf_home, ignore_errors=True)
     aggregate = read_aggregate(raw_dir)
     healthy = ended.returncode == 0 and bool(aggregate.get("is_complete"))
     run = ClientRun(
-        argv=argv,
+        argv=list(argv),
         version=metadata.version("aiperf"),
         returncode=ended.returncode,
         timed_out=ended.timed_out,
@@ -177,7 +199,7 @@ def _argv(
     point: FixedSeqLenPoint, *, url: str, model_id: str, inputs: Path, raw_dir: Path, raw_export: bool
 ) -> list[str]:
     argv = [sys.executable, "-m", "aiperf", "profile"]
-    argv += ["--model", model_id, "--tokenizer", _TOKENIZER_NAME, "--url", url]
+    argv += ["--model", model_id, "--tokenizer", TOKENIZER_NAME, "--url", url]
     argv += ["--endpoint-type", "chat", "--streaming", "--use-server-token-count"]
     argv += ["--input-file", str(inputs), "--custom-dataset-type", "inputs-json"]
     argv += ["--dataset-sampling-strategy", "sequential", "--random-seed", str(point.seed)]

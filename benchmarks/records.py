@@ -51,6 +51,8 @@ class RequestRecord:
     finish_reason: str | None = None
     done: bool | None = None
     no_content: bool = False
+    session_id: str | None = None
+    turn: int = 0
 
     @property
     def ok(self) -> bool:
@@ -142,9 +144,13 @@ def percentile(ordered: Sequence[float], q: float) -> float:
 
 
 def read_records(
-    export: Path, *, raw_export: Path | None = None, asked: Mapping[str, tuple[int, int]] | None = None
+    export: Path,
+    *,
+    raw_export: Path | None = None,
+    asked: Mapping[str, tuple[int, int]] | None = None,
+    phase: str = "profiling",
 ) -> list[RequestRecord]:
-    """Measured requests of aiperf's profile_export.jsonl, warm-up left out, by start time.
+    """Measured requests of aiperf's profile_export.jsonl, by start time; with ``phase`` "warmup" those of the warm-up.
 
     ``raw_export`` (profile_export_raw.jsonl, where it was written) adds how each stream ended; ``asked`` maps a
     conversation id to the (input, output) tokens that were asked. Raises RecordError on a line that is not a record.
@@ -153,7 +159,7 @@ def read_records(
     records = []
     for number, row in _rows(export):
         try:
-            if row["metadata"]["benchmark_phase"] != "profiling":
+            if row["metadata"]["benchmark_phase"] != phase:
                 continue
             record = _record(row)
         except (KeyError, TypeError, ValueError) as error:
@@ -210,6 +216,8 @@ def _record(row: dict[str, Any]) -> RequestRecord:
         error=message,
         cancelled=bool(metadata["was_cancelled"]),
         no_content=no_content,
+        session_id=metadata.get("x_correlation_id"),
+        turn=int(metadata.get("turn_index") or 0),
     )
 
 

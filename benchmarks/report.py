@@ -19,7 +19,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from benchmarks import fixed_seq_len, gsm8k, plots
+from benchmarks import agentx, fixed_seq_len, gsm8k, plots
 from benchmarks.dashboard.page import FILE_NAME, write_page
 from benchmarks.point import EXIT_INVALID, EXIT_USAGE, EXIT_VALID, PointResult
 from benchmarks.result import ResultError, bare_row, write_rows
@@ -200,7 +200,7 @@ def _assemble(spec: JobSpec, point: PointSpec, folder: Path) -> PointResult:
         return fixed_seq_len.assemble(spec, point, folder)
     if isinstance(point, GsmEvalPoint):
         return gsm8k.assemble(spec, point, folder)
-    raise ValueError(f"{point.scenario} cannot be assembled by this version")
+    return agentx.assemble(spec, point, folder)
 
 
 def _table(rows: Iterable[Row], columns: dict[str, tuple[str, Callable[[Any], str]]]) -> str:

@@ -174,7 +174,7 @@ def throughput_row(
         return amount / seconds / gpus if seconds > 0 else 0.0
 
     return ThroughputRow(
-        **_identity(spec, versions, acceptance),
+        **identity(spec, versions, acceptance),
         isl=point.isl,
         osl=point.osl,
         conc=point.conc,
@@ -233,7 +233,7 @@ def eval_row(
 ) -> EvalRow:
     """The row of one evaluation; ``scores`` holds em_strict, em_strict_se, em_flexible, em_flexible_se where known."""
     return EvalRow(
-        **_identity(spec, versions, None),
+        **identity(spec, versions, None),
         conc=point.conc,
         task=task,
         em_strict=scores.get("em_strict"),
@@ -254,7 +254,7 @@ def eval_row(
 
 def bare_row(spec: JobSpec) -> dict[str, Any]:
     """The identity alone, flat: for a planned point that left no result."""
-    return RowIdentity(**_identity(spec, None, None)).flat()
+    return RowIdentity(**identity(spec, None, None)).flat()
 
 
 def role_fields(spec: JobSpec) -> dict[str, int | bool]:
@@ -297,7 +297,8 @@ def load(sources: Iterable[Path | str] | Path | str = "results", *, cache: bool 
     return store.load(sources, cache=cache)
 
 
-def _identity(spec: JobSpec, versions: dict[str, str] | None, acceptance: Acceptance | None) -> dict[str, Any]:
+def identity(spec: JobSpec, versions: dict[str, str] | None, acceptance: Acceptance | None) -> dict[str, Any]:
+    """The members of RowIdentity; ``versions`` come on top of those that the spec pins."""
     return {
         "hw": spec.hardware,
         "model": spec.model_id,

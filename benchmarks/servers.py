@@ -19,15 +19,18 @@ def start_times(url: str) -> dict[str, float | None]:
     The value is None for a server that answers but does not tell; a server that does not answer is left out.
     """
     found: dict[str, float | None] = {}
-    info = _get(url + "/server_info")
-    backends = [] if info is None else _backends(info)
-    for base in dict.fromkeys([url, *backends]):
-        metrics = _get(base + "/metrics")
-        if metrics is None:
-            continue
+    for base, metrics in metrics_pages(url).items():
         match = _START_TIME.search(metrics)
         found[base] = float(match.group(1)) if match else None
     return found
+
+
+def metrics_pages(url: str) -> dict[str, str]:
+    """Base URL -> /metrics of the server and of every backend it names; one that does not answer is left out."""
+    info = _get(url + "/server_info")
+    backends = [] if info is None else _backends(info)
+    pages = {base: _get(base + "/metrics") for base in dict.fromkeys([url, *backends])}
+    return {base: page for base, page in pages.items() if page is not None}
 
 
 def restarted(before: Mapping[str, float | None], after: Mapping[str, float | None]) -> list[str]:

@@ -40,6 +40,12 @@ class ReasonCode(StrEnum):
     SIMULATED_ACCEPTANCE = "simulated_acceptance"
     EMPTY_CONTENT = "empty_content"
     SCORE_BELOW_THRESHOLD = "score_below_threshold"
+    REPLAY_CUT = "replay_cut"
+    REPLAY_REORDERED = "replay_reordered"
+    REPLAY_REPEATED = "replay_repeated"
+    REPLAY_ALTERED = "replay_altered"
+    REPLAY_TIMING = "replay_timing"
+    CACHE_HIT_MISMATCH = "cache_hit_mismatch"
 
 
 class Reason(BaseModel):

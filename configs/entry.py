@@ -233,9 +233,16 @@ class AgenticCodingScenario(Strict):
     """Replay of recorded coding-agent sessions."""
 
     trace: str | None = Field(
-        default=None, min_length=1, description="Name of a corpus or absolute folder; null is the model's own corpus."
+        default=None,
+        min_length=1,
+        description="Name of a corpus, or absolute path of a folder or *.jsonl file; null is the model's own corpus.",
     )
-    duration_s: float = Field(default=3600, ge=1, description="Measured time, in seconds.")
+    sessions: int | None = Field(
+        default=None, gt=0, le=100_000, description="Sessions to replay whole; null replays until duration-s is over."
+    )
+    duration_s: float = Field(
+        default=3600, ge=1, description="Measured time, or the most that whole sessions may take, in seconds."
+    )
     warmup_requests_per_lane: int = Field(default=10, ge=0, le=1000, description="Requests of a lane before that.")
     warmup_grace_s: float = Field(default=1800, gt=0, description="Longest warm-up, in seconds.")
     idle_cap_s: float = Field(default=300, ge=0, description="Longest pause kept between two turns, in seconds.")

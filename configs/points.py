@@ -62,7 +62,7 @@ class TraceCorpus(Strict):
 
     name: str = Field(min_length=1, description="Name of the corpus, written to every row.")
     source: Literal["hub", "directory", "generated"] = Field(description="Where it comes from.")
-    location: str = Field(min_length=1, description="Dataset id on the hub, folder, or generator id.")
+    location: str = Field(min_length=1, description="Dataset id on the hub, folder or file, or generator id.")
     max_context_tokens: int | None = Field(
         default=None, gt=0, description="Context at which the corpus itself was cut, in tokens; null is not cut."
     )
@@ -75,7 +75,10 @@ class AgentXPoint(Strict):
     id: str = Field(description="Unique in the job; the folder name of its results.")
     corpus: TraceCorpus = Field(description="Sessions to replay.")
     conc: int = Field(gt=0, description="Concurrent sessions (lanes).")
-    duration_s: float = Field(gt=0, description="Measured time, in seconds.")
+    sessions: int | None = Field(
+        default=None, gt=0, description="Sessions to replay whole; null replays until the duration is over."
+    )
+    duration_s: float = Field(gt=0, description="Measured time, or the most that whole sessions may take, in seconds.")
     warmup_requests_per_lane: int = Field(ge=0, description="Requests of each lane before the measurement.")
     warmup_grace_s: float = Field(gt=0, description="Longest warm-up, in seconds.")
     idle_cap_s: float = Field(ge=0, description="Longest pause kept between two turns, in seconds.")

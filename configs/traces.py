@@ -14,7 +14,17 @@ WEKA_256K = TraceCorpus(
     location="semianalysisai/cc-traces-weka-062126-256k",
     max_context_tokens=262_144,
 )
-CORPORA = {corpus.name: corpus for corpus in (WEKA_FULL, WEKA_256K)}
+# Drawn by aiperf's generator, without a network; see benchmarks.replay.generated for what is in them.
+GENERATED = TraceCorpus(
+    name="agentic_code", source="generated", location="aiperf-agentic-code", max_context_tokens=200_000
+)
+GENERATED_2K = TraceCorpus(
+    name="agentic_code_2k", source="generated", location="aiperf-agentic-code-2k", max_context_tokens=2048
+)
+GENERATED_1K = TraceCorpus(
+    name="agentic_code_1k", source="generated", location="aiperf-agentic-code-1k", max_context_tokens=1024
+)
+CORPORA = {corpus.name: corpus for corpus in (WEKA_FULL, WEKA_256K, GENERATED, GENERATED_2K, GENERATED_1K)}
 
 # InferenceX's choice for each model; glm5.3 serves the same 1M context as glm5.2 and so gets the uncut corpus.
 CORPUS_OF_MODEL = {
@@ -28,6 +38,8 @@ CORPUS_OF_MODEL = {
     "dsr1": WEKA_256K,
     "qwen3.5": WEKA_256K,
     "kimik2.5": WEKA_256K,
+    "smollm2": GENERATED_2K,
+    "glm5tiny": GENERATED_1K,
 }
 
 
@@ -36,9 +48,10 @@ class TraceError(ValueError):
 
 
 def corpus_for(model_prefix: str, name: str | None = None) -> TraceCorpus:
-    """The corpus called ``name``, a folder given as an absolute path, or the model's own. Raises TraceError."""
+    """The corpus called ``name``, a folder or file given as an absolute path, or the model's own. Raises TraceError."""
     if name is not None and name.startswith("/"):
-        return TraceCorpus(name=name.rstrip("/").rpartition("/")[2], source="directory", location=name)
+        stem = name.rstrip("/").rpartition("/")[2].removesuffix(".jsonl")
+        return TraceCorpus(name=stem, source="directory", location=name)
     if name is not None:
         if name not in CORPORA:
             raise TraceError(f"unknown trace corpus '{name}'. {suggestion(name, CORPORA)}")

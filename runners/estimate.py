@@ -92,7 +92,10 @@ def _prepare_s(process: ProcessSpec, size_gib: float) -> float:
 
 def _point_s(point: PointSpec, kind: str) -> float:
     if point.scenario == "agentic-coding":
-        return point.duration_s + min(point.warmup_grace_s, point.warmup_requests_per_lane * 60.0)
+        # Whole sessions are given twice the time that they are expected to take.
+        measured_s = point.duration_s if point.sessions is None else point.duration_s / 2
+        request_s = 60.0 if point.sessions is None else measured_s / point.sessions
+        return measured_s + min(point.warmup_grace_s, point.warmup_requests_per_lane * request_s)
     if point.scenario == "gsm8k":
         problems = point.problems or GSM8K_TEST_PROBLEMS
         each = EVAL_PROMPT_TOKENS / PREFILL_TOKENS_S[kind] + min(ANSWER_TOKENS, point.max_tokens) * TOKEN_S[kind]

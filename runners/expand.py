@@ -263,6 +263,7 @@ def _replay_point(
         id=f"agentic-conc{conc}",
         corpus=corpus,
         conc=conc,
+        sessions=replay.sessions,
         duration_s=replay.duration_s,
         warmup_requests_per_lane=replay.warmup_requests_per_lane,
         warmup_grace_s=replay.warmup_grace_s,

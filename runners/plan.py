@@ -290,5 +290,8 @@ def _point(point: PointSpec) -> str:
     if point.scenario == "agentic-coding":
         warm = f"{point.warmup_requests_per_lane} warm-up requests a lane, pauses up to {point.idle_cap_s:g} s"
         limit = f"contexts up to {point.max_context_tokens} tokens"
-        return f"replay of {point.corpus.name} for {point.duration_s:g} s, concurrency {point.conc}, {warm}, {limit}"
+        much = f"{point.corpus.name} for {point.duration_s:g} s"
+        if point.sessions is not None:
+            much = f"{point.sessions} whole sessions of {point.corpus.name} in at most {point.duration_s:g} s"
+        return f"replay of {much}, concurrency {point.conc}, {warm}, {limit}"
     return f"{point.requests} requests after {point.warmup_requests} warm-up, concurrency {point.conc}"

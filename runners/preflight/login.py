@@ -172,9 +172,13 @@ def _data(context: Context, spec: JobSpec, point: object) -> Iterator[Finding]:
             fix = "put the data set there, or use data: hub or generated"
             yield DATA.at(context.where(spec, "evals"), f"{folder} has no {' and no '.join(missing)}", fix)
     corpus = getattr(point, "corpus", None)
-    if corpus is not None and corpus.source == "directory" and not any(Path(corpus.location).glob("*.json*")):
+    if corpus is not None and corpus.source == "directory" and not _holds_sessions(Path(corpus.location)):
         where = context.where(spec, "scenarios", "agentic-coding")
         yield DATA.at(where, f"{corpus.location} holds no recorded sessions (*.json, *.jsonl)", "correct 'trace'")
+
+
+def _holds_sessions(location: Path) -> bool:
+    return location.is_file() or any(location.glob("*.json*"))
 
 
 @check(HF_HOME)

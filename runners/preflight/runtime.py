@@ -78,6 +78,15 @@ VERDICT = {
     ReasonCode.SIMULATED_ACCEPTANCE: ("an eval saw simulated acceptance", "run it with real acceptance"),
     ReasonCode.EMPTY_CONTENT: ("answers have no content", "check reasoning and tool parsers of the engine"),
     ReasonCode.SCORE_BELOW_THRESHOLD: ("the score is below the threshold", "compare with the model's published score"),
+    ReasonCode.REPLAY_CUT: ("sessions were not replayed to their end", "raise duration-s, or replay fewer sessions"),
+    ReasonCode.REPLAY_REORDERED: ("turns of a session came in another order", "look at the client's log"),
+    ReasonCode.REPLAY_REPEATED: ("a session was sent twice", "replay a larger corpus, or for a shorter duration-s"),
+    ReasonCode.REPLAY_ALTERED: ("prompts were not the planned ones", "look whether a proxy or template rewrites them"),
+    ReasonCode.REPLAY_TIMING: ("turns were not sent when due", "give the client more cores, or lower conc-list"),
+    ReasonCode.CACHE_HIT_MISMATCH: (
+        "the servers' prefix cache hits do not fit what was sent",
+        "check the prefix cache, and that no other client uses the servers",
+    ),
 }
 
 

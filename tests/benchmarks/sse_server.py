@@ -25,6 +25,7 @@ class Served:
     received_s: float
     first_token_s: float | None = None
     last_token_s: float | None = None
+    session_id: str | None = None
 
 
 @dataclass
@@ -35,6 +36,7 @@ class SseServer:
     itl_s: float = 0.002
     fault: Callable[[int], Fault] = lambda index: None
     count_prompt: Callable[[str], int] = lambda content: len(content.split())
+    count_messages: Callable[[list[dict[str, Any]]], int] | None = None
     answer: Callable[[dict[str, Any]], str] | None = None
     started_s: float = 1000.0
     stage_log: Callable[[Served], None] | None = None
@@ -82,6 +84,7 @@ class SseServer:
         body = await request.json()
         index = len(self.served)
         entry = Served(request.headers.get("X-Request-ID", ""), body, time.time())
+        entry.session_id = request.headers.get("X-Session-ID")
         self.served.append(entry)
         fault = self.fault(index)
         if fault in ("429", "500"):
@@ -106,7 +109,8 @@ class SseServer:
         loop = asyncio.get_running_loop()
         origin = loop.time()
         tokens = body["max_tokens"] - (3 if fault == "short" else 0)
-        prompt = self.count_prompt(body["messages"][-1]["content"])
+        counted = self.count_messages
+        prompt = counted(body["messages"]) if counted else self.count_prompt(body["messages"][-1]["content"])
 
         async def event(payload: dict[str, Any] | str) -> None:
             text = payload if isinstance(payload, str) else json.dumps(payload)

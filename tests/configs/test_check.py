@@ -71,7 +71,7 @@ LOCAL: list[tuple[Change, str]] = [
     (lambda e: e.update(router={"name": "r", "version": "image:r:1"}), "is an image reference"),
     (lambda e: e.update(router={"name": "r", "version": "1.0"}), "the bundled router names itself"),
     (lambda e: e.update(image="x:1"), "local has no container runtime"),
-    (lambda e: e["scenarios"].pop("fixed-seq-len"), "at least one of"),
+    (lambda e: e["scenarios"].clear(), "at least one of"),
     (
         lambda e: e["scenarios"]["fixed-seq-len"][0]["search-space"].append(space(e) | {"conc-list": [4, 8]}),
         "concurrency 4 of this topology and isl/osl is measured already by search-space entry 0",

@@ -31,9 +31,10 @@ def jobs_of(folder: Path, *entries: dict[str, Any]) -> tuple[JobSpec, ...]:
     return expand(load_matrix(write_matrix(folder, *entries)), version_of=version_of)
 
 
-def test_the_default_is_one_job_with_its_concurrencies_then_its_eval() -> None:
+def test_the_default_is_one_job_with_its_concurrencies_its_replay_then_its_eval() -> None:
     (job,) = expand(load_matrix(CONFIGS / "local.yaml"), only=[DEFAULT], version_of=version_of)
-    assert [point.id for point in job.points] == ["isl256-osl32-conc1", "isl256-osl32-conc4", "gsm8k-generated"]
+    wanted = ["isl256-osl32-conc1", "isl256-osl32-conc4", "agentic-conc4", "gsm8k-generated"]
+    assert [point.id for point in job.points] == wanted
     assert [process.name for process in job.processes] == ["decode-0", "prefill-0", "router-0"]
     assert (job.num_prefill_gpu, job.num_decode_gpu, job.num_gpus, job.num_nodes) == (1, 1, 2, 1)
     assert job.fingerprint == job.computed_fingerprint() and len(job.fingerprint) == 64
