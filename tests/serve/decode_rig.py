@@ -254,11 +254,14 @@ async def rig(
     transports: tuple[Transport, Transport],
     stage_log: Path,
     make_engine: Callable[[], DecodeEngine],
+    *,
+    kv_dtype: str = "float32",
+    mtp_layers: int = 0,
     **options: Any,
 ) -> AsyncIterator[Rig]:
     """Brings a server up on free ports and takes it down again."""
     model = ModelFiles.read(model_dir)
-    layout = KVLayout.from_config(model.config, "float32")
+    layout = KVLayout.from_config(model.config, kv_dtype, mtp_layers=mtp_layers)
     receiver = HandoffReceiver(
         layout,
         transports[0],
