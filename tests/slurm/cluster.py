@@ -77,6 +77,14 @@ class MiniSlurm:
         """IP address of a node."""
         return f"{NETWORK}.{11 + self.nodes.index(node)}"
 
+    def hardware_address(self, host: int) -> str:
+        """MAC address of the interface with that last part of the IP address.
+
+        Fixed: a revived node with another one, or a bridge that takes over the lowest one among its ports as they come
+        and go, stays unreachable until its neighbours' ARP entries have expired, and Slurm calls it down meanwhile.
+        """
+        return f"02:00:{int(NETWORK.split('.')[2]):02x}:00:00:{host:02x}"
+
     # -- life cycle -------------------------------------------------------------------------------------------------
 
     def up(self) -> None:
@@ -93,7 +101,7 @@ class MiniSlurm:
         self._make_devices()
         self._build_minipyxis()
         self._write_configuration()
-        sh("ip", "link", "add", BRIDGE, "type", "bridge")
+        sh("ip", "link", "add", BRIDGE, "address", self.hardware_address(1), "type", "bridge")
         sh("ip", "addr", "add", f"{NETWORK}.1/24", "dev", BRIDGE)
         sh("ip", "link", "set", BRIDGE, "up")
         with Path("/etc/hosts").open("a") as hosts:
@@ -141,7 +149,8 @@ class MiniSlurm:
             (home / folder).mkdir(parents=True, exist_ok=True)
         (home / "tmp").chmod(0o1777)
         sh("ip", "netns", "add", node)
-        sh("ip", "link", "add", f"v-{node}", "type", "veth", "peer", "name", "eth0", "netns", node)
+        peer = ["peer", "name", "eth0", "address", self.hardware_address(11 + self.nodes.index(node)), "netns", node]
+        sh("ip", "link", "add", f"v-{node}", "type", "veth", *peer)
         sh("ip", "link", "set", f"v-{node}", "master", BRIDGE, "up")
         sh("ip", "-n", node, "link", "set", "lo", "up")
         sh("ip", "-n", node, "addr", "add", f"{self.address(node)}/24", "dev", "eth0")
@@ -232,6 +241,10 @@ class MiniSlurm:
             f"Default={'YES' if kind == kinds[0] else 'NO'} MaxTime=1:00:00 DefaultTime=10"
             for kind in kinds
         )
+        # Who asks for this one takes the nodes of jobs in the others: preemption.
+        partitions += (
+            f"\nPartitionName=urgent Nodes={','.join(self.nodes)} PriorityTier=10 MaxTime=1:00:00 DefaultTime=10"
+        )
         self.conf.write_text(
             f"""ClusterName=minislurm
 SlurmctldHost={socket.gethostname()}({NETWORK}.1)
@@ -255,6 +268,8 @@ DefMemPerNode=500
 SlurmdParameters=config_overrides
 SchedulerParameters=bf_interval=2,sched_interval=1
 EnforcePartLimits=ALL
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
 JobAcctGatherType=jobacct_gather/linux
 JobAcctGatherFrequency=task=1
 JobAcctGatherParams=OverMemoryKill
@@ -262,7 +277,7 @@ GresTypes=gpu
 MpiDefault=none
 MailProg=/bin/true
 ReturnToService=2
-SlurmdTimeout=10
+SlurmdTimeout=30
 KillWait=3
 MinJobAge=3600
 AccountingStorageType=accounting_storage/none
