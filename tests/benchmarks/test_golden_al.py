@@ -192,6 +192,10 @@ def test_no_drafts_other_users_and_backward_counters_are_no_measurement() -> Non
         _check(COUNTED, 200, 4, 3, LOAD)
     _check(COUNTED, 240, 4, 3, LOAD)  # the last steps of four requests may have made twelve tokens too many
     later = Drafting("http://a", replace(COUNTED, accepted=149))
+    twice = Drafting("http://a", Acceptance(200, 600, 300, (180, 100, 20)))
+    assert difference([Drafting("http://a", COUNTED)], [twice]) == COUNTED
+    with pytest.raises(SpeculationError, match="other servers answer"):
+        difference([Drafting("http://b", COUNTED)], [twice])
     with pytest.raises(SpeculationError, match="went backwards"):
         difference([Drafting("http://a", COUNTED)], [later])
 
