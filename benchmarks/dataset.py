@@ -123,25 +123,22 @@ def single_token_words(tokenizer: ChatTokenizer) -> list[str]:
     return words
 
 
+def payload(request: DatasetRequest, model_id: str) -> dict[str, Any]:
+    """The body of a request: streamed, with usage, greedy, exactly as long as asked."""
+    return {
+        "model": model_id,
+        "messages": [{"role": "user", "content": request.content}],
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "max_tokens": request.output_tokens,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
+
+
 def write_inputs(requests: Sequence[DatasetRequest], model_id: str, path: Path) -> str:
     """Writes aiperf's inputs-json file, whose payloads are sent verbatim; returns its sha256."""
-    data = [
-        {
-            "session_id": request.conversation_id,
-            "payloads": [
-                {
-                    "model": model_id,
-                    "messages": [{"role": "user", "content": request.content}],
-                    "stream": True,
-                    "stream_options": {"include_usage": True},
-                    "max_tokens": request.output_tokens,
-                    "ignore_eos": True,
-                    "temperature": 0,
-                }
-            ],
-        }
-        for request in requests
-    ]
+    data = [{"session_id": request.conversation_id, "payloads": [payload(request, model_id)]} for request in requests]
     text = json.dumps({"data": data}, ensure_ascii=True, separators=(",", ":")) + "\n"
     path.write_text(text)
     return hashlib.sha256(text.encode()).hexdigest()

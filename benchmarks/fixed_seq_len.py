@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import calibration, servers, stages
+from benchmarks import servers, stages, twin
 from benchmarks.client import ClientRun, read_aggregate, run_aiperf
 from benchmarks.dataset import DatasetError, build_dataset, load_tokenizer, prompt_tokens, read_manifest
 from benchmarks.point import (
@@ -29,20 +29,30 @@ from benchmarks.point import (
 )
 from benchmarks.records import RecordError, RequestRecord, output_rate, read_records
 from benchmarks.result import throughput_row
-from benchmarks.verdict import judge_fixed_seq_len
+from benchmarks.twin import ClientProof
+from benchmarks.verdict import Verdict, judge_fixed_seq_len
 from configs.job import FixedSeqLenPoint, JobSpec
 
 
 def measure(task: PointTask, point: FixedSeqLenPoint) -> None:
     """Runs the client against ``task.url`` and leaves raw/ complete. Raises DatasetError, UsageError, OSError."""
-    if task.model_dir is None:
+    model_dir, raw = task.model_dir, task.raw_dir
+    if model_dir is None:
         raise UsageError("the spec is not bound to a staged model, give --model-dir")
-    raw = task.raw_dir
     raw.mkdir(parents=True, exist_ok=True)
-    tokenizer = load_tokenizer(task.model_dir)
+    tokenizer = load_tokenizer(model_dir)
     requests = build_dataset(point, tokenizer)
     before = servers.start_times(task.url)
-    run_aiperf(point, requests, url=task.url, model_id=task.spec.model_id, tokenizer_dir=task.model_dir, raw_dir=raw)
+
+    def run() -> list[RequestRecord]:
+        run_aiperf(point, requests, url=task.url, model_id=task.spec.model_id, tokenizer_dir=model_dir, raw_dir=raw)
+        return _records(raw)
+
+    if task.spec.run is not None and task.spec.run.twin:
+        look = build_dataset(twin.look_at(point), tokenizer)
+        twin.around(run, look, url=task.url, model_id=task.spec.model_id, raw=raw)
+    else:
+        run()
     after = servers.start_times(task.url)
     template_tokens = prompt_tokens(tokenizer, "")
     context = {"url": task.url, "template_tokens": template_tokens, "before": before, "after": after}
@@ -59,8 +69,7 @@ def assemble(spec: JobSpec, point: FixedSeqLenPoint, out: Path) -> PointResult:
     records = _records(raw)
     found = stages.read_records(raw / "stages")
     report = stages.join(records, found) if found else None
-    known = calibration.noted(raw)
-    entry = None if known is None else known.applies(point.conc, output_rate(records))
+    proof = ClientProof.of(raw, point.conc, output_rate(records))
     verdict = judge_fixed_seq_len(
         point,
         records,
@@ -68,7 +77,7 @@ def assemble(spec: JobSpec, point: FixedSeqLenPoint, out: Path) -> PointResult:
         stages=report,
         restarted=servers.restarted(context["before"], context["after"]),
         template_tokens=int(context["template_tokens"]),
-        calibration=known,
+        calibration=proof.calibration,
     )
     row = throughput_row(
         spec,
@@ -77,14 +86,14 @@ def assemble(spec: JobSpec, point: FixedSeqLenPoint, out: Path) -> PointResult:
         versions={"aiperf": run.version},
         acceptance=None if report is None else report.acceptance,
         handoff_bytes=None if report is None else report.bytes_moved,
-        client_error=None if known is None or entry is None else calibration.as_row(entry, known.created_at),
+        client_error=proof.row,
     )
     return PointResult(
         point=point.id,
         scenario=point.scenario,
         fingerprint=spec.fingerprint or spec.computed_fingerprint(),
         key=spec.key,
-        verdict=verdict,
+        verdict=Verdict.of([*verdict.reasons, *proof.reasons]),
         row=row.flat(),
         stages={} if report is None else report.as_dict(),
         client={

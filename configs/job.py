@@ -159,6 +159,9 @@ class RunBinding(Strict):
     run_dir: str = Field(description="Absolute folder of the whole run, results/<run-id>.")
     created_at: str = Field(description="UTC, ISO 8601.")
     bindings: dict[str, str] = Field(default_factory=dict, description="Reference -> value, see the module text.")
+    twin: bool = Field(
+        default=False, description="Each throughput point is measured between two runs against the reference server."
+    )
 
 
 class JobSpec(Strict):

@@ -67,6 +67,10 @@ def sweep(
         Path | None,
         typer.Option("--reuse", metavar="RESULTS", help="Take valid points of the same fingerprint from these runs."),
     ] = None,
+    twin: Annotated[
+        bool,
+        typer.Option("--twin", help="Measure the client itself before and after each throughput point, at its load."),
+    ] = False,
     output_dir: OutputDir = Path("results"),
     changelog: ChangelogPath = None,
     json_records: Json = False,
@@ -78,7 +82,7 @@ def sweep(
         return runner.resume(resume, json_records=json_records)
     if config is None:
         raise typer.BadParameter("is required unless --resume is given", param_hint="--config")
-    chosen = (tuple(only or ()), output_dir, changelog, json_records, cluster, tuple(scenario or ()), reuse)
+    chosen = (tuple(only or ()), output_dir, changelog, json_records, cluster, tuple(scenario or ()), reuse, twin)
     options = runner.Options(config, *chosen)
     return _print_plan(options) if plan_only else runner.sweep(options)
 

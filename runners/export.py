@@ -150,7 +150,8 @@ def _lines(spec: JobSpec) -> Iterator[str]:
     yield "# --- the points; each writes points/<id>/result.json with a verdict"
     for point in spec.points:
         arguments = f'--spec "$JOB/spec.json" --point {shlex.quote(point.id)}'
-        yield f'timeout {int(points.deadline_s(point))} "$PYTHON" -m {points.MODULES[point.scenario]} {arguments} \\'
+        limit_s = int(points.deadline_s(spec, point))
+        yield f'timeout {limit_s} "$PYTHON" -m {points.MODULES[point.scenario]} {arguments} \\'
         yield f'  >"$JOB/logs/point-{point.id}.log" 2>&1 || failed=1'
         yield "alive"
     yield ""

@@ -62,7 +62,7 @@ def time_limit_s(spec: JobSpec) -> float:
     """The longest a job of this spec may take, in seconds: the sum of the deadlines of its steps."""
     ready_s = 2 * max((process.readiness.timeout_s for process in spec.processes), default=0.0)  # workers, then routers
     per_point_s = points.POINT_GRACE_S + PROBE_TIMEOUT_S * len(spec.processes)
-    points_s = sum(points.deadline_s(point) + per_point_s for point in spec.points)
+    points_s = sum(points.deadline_s(spec, point) + per_point_s for point in spec.points)
     prepare_s = prepare.TIMEOUT_S if prepare.needed(spec.processes) else 0.0
     return weights.TIMEOUT_S + prepare_s + ready_s + spec.canary.timeout_s + points_s + TEARDOWN_S
 

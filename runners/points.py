@@ -22,6 +22,7 @@ MODULES = {
 }
 POINT_GRACE_S = 5.0
 CLIENT_MARGIN_S = 60.0  # beyond the client's own deadline: imports, prompts, reading what it wrote
+TWIN_MARGIN_S = 600.0  # two runs against the reference server, each perhaps twice
 PROGRESS_S = 0.5
 MAX_PROGRESS_BYTES = 4096
 
@@ -32,16 +33,17 @@ def command(spec: JobSpec, point: PointSpec) -> list[str]:
     return [spec.resolve("@python@"), "-m", MODULES[point.scenario], "--spec", str(spec_path), "--point", point.id]
 
 
-def deadline_s(point: PointSpec) -> float:
+def deadline_s(spec: JobSpec, point: PointSpec) -> float:
     """When the point's process is given up, in seconds from its start."""
-    return point.limits.point_timeout_s + CLIENT_MARGIN_S
+    twin = spec.run is not None and spec.run.twin and point.scenario != "gsm8k"
+    return point.limits.point_timeout_s + CLIENT_MARGIN_S + (TWIN_MARGIN_S if twin else 0.0)
 
 
 async def measure(spec: JobSpec, point: PointSpec, events: EventLog) -> PointOutcome:
     """Runs the point under its deadline. When cancelled, ends the client and everything it started first."""
     job_dir = spec.job_dir()
     started = time.monotonic()
-    events.write("point", id=point.id, state="started", timeout_s=deadline_s(point))
+    events.write("point", id=point.id, state="started", timeout_s=deadline_s(spec, point))
     client = await launch.start(
         point.id,
         command(spec, point),
@@ -52,12 +54,12 @@ async def measure(spec: JobSpec, point: PointSpec, events: EventLog) -> PointOut
     )
     progress = asyncio.create_task(_follow_progress(job_dir, point, events))
     try:
-        done, _ = await asyncio.wait({client.exited}, timeout=deadline_s(point))
+        done, _ = await asyncio.wait({client.exited}, timeout=deadline_s(spec, point))
         ended = client.exited.result() if done else None
     finally:
         progress.cancel()
         await client.stop()
-    outcome = judge(job_dir, point, ended, time.monotonic() - started, client.log)
+    outcome = judge(spec, point, ended, time.monotonic() - started, client.log)
     events.write(
         "point",
         id=point.id,
@@ -70,14 +72,14 @@ async def measure(spec: JobSpec, point: PointSpec, events: EventLog) -> PointOut
     return outcome
 
 
-def judge(job_dir: Path, point: PointSpec, ended: launch.Exit | None, elapsed_s: float, log: Path) -> PointOutcome:
+def judge(spec: JobSpec, point: PointSpec, ended: launch.Exit | None, elapsed_s: float, log: Path) -> PointOutcome:
     """What the point's process left: a result that names this point, or the reason why there is none."""
     elapsed_s = round(elapsed_s, 3)
     exit_code = ended.returncode if ended else None
     if ended is None:
-        limit = f"its deadline of {deadline_s(point):g} s passed"
+        limit = f"its deadline of {deadline_s(spec, point):g} s passed"
         return PointOutcome(point.id, "timeout", None, None, elapsed_s, f"{limit}; see {log}")
-    result, problem = read_result(job_dir, point.id)
+    result, problem = read_result(spec.job_dir(), point.id)
     if result is None:
         last = " | ".join(log_tail(log, 3))
         return PointOutcome(

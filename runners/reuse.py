@@ -74,6 +74,8 @@ def refused(spec: JobSpec, folder: Path) -> str | None:
         return f"its fingerprint is {result.fingerprint[:16]}, not {spec.fingerprint[:16]}"
     if not result.verdict.valid:
         return f"it is invalid ({', '.join(reason.code for reason in result.verdict.reasons)})"
+    if spec.run is not None and spec.run.twin and (result.row.get("client_error") or {}).get("source") != "twin":
+        return "it has no twin"
     here = provenance.machine()["id"]
     machine = (result.provenance.get("machine") or {}).get("id")
     if spec.cluster_profile["executor"] == "local" and machine != here:

@@ -36,6 +36,7 @@ class Options:
     cluster: str | None = None
     scenarios: tuple[str, ...] = ()
     reuse: Path | None = None
+    twin: bool = False
 
 
 class PreflightError(Exception):
@@ -107,6 +108,7 @@ def bind(specs: Sequence[JobSpec], options: Options, *, create: bool) -> list[Jo
         )
         for spec in specs
     ]
+    bound = [with_twin(spec, options.twin) for spec in bound]
     for spec in bound if create else ():
         (spec.job_dir() / "logs").mkdir(parents=True)
         spec.write(spec.job_dir() / "spec.json")
@@ -114,6 +116,12 @@ def bind(specs: Sequence[JobSpec], options: Options, *, create: bool) -> list[Jo
         write_record(run_dir, options)
         point_latest(run_dir)
     return bound
+
+
+def with_twin(spec: JobSpec, twin: bool) -> JobSpec:
+    """The bound spec, with or without a run against the reference server on both sides of each throughput point."""
+    assert spec.run is not None
+    return spec.model_copy(update={"run": spec.run.model_copy(update={"twin": twin})})
 
 
 def on_this_machine(spec: JobSpec) -> bool:
@@ -191,6 +199,7 @@ def rebind(spec: JobSpec) -> JobSpec:
         model_dir=Path(spec.run.bindings["model"]),
         created_at=spec.run.created_at,
     )
+    bound = with_twin(bound, spec.run.twin)
     bound.write(bound.job_dir() / "spec.json")
     return bound
 

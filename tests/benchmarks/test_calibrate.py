@@ -1,4 +1,4 @@
-"""Two aiperf runs against the reference server; everything else is arithmetic."""
+"""The reference server, and the arithmetic of errors; aiperf against it is in test_real_runs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from benchmarks import calibration
-from benchmarks.calibrate import entry_of, measure, read_log, reference_server
+from benchmarks.calibrate import entry_of, read_log, reference_server
 from benchmarks.calibration import Calibration, CalibrationError, Entry, Error
 from benchmarks.verdict import ReasonCode, judge_fixed_seq_len
 from configs.job import FixedSeqLenPoint
@@ -29,26 +29,6 @@ def entry(conc: int, token_rate: float, **changes: Any) -> Entry:
 
 def of(*entries: Entry) -> Calibration:
     return Calibration(machine={"id": "m"}, client="aiperf", created_at="2026-01-01T00:00:00", entries=entries)
-
-
-@pytest.fixture(scope="module")
-def planted(tmp_path_factory: pytest.TempPathFactory) -> tuple[Entry, Entry]:
-    """The same load without and with 200 ms before the first token and 10 ms a token planted."""
-    folder = tmp_path_factory.mktemp("calibrate")
-    load: dict[str, Any] = {"conc": 2, "ttft_ms": 60, "itl_ms": 20, "requests": 12, "osl": 24}
-    plain = measure(folder=folder / "plain", **load)
-    return plain, measure(folder=folder / "late", **load, delay_ttft_ms=200, delay_itl_ms=10)
-
-
-def test_a_planted_delay_shows_up_within_two_percent(planted: tuple[Entry, Entry]) -> None:
-    plain, late = planted
-    assert late.ttft_error_ms.p50 - plain.ttft_error_ms.p50 == pytest.approx(200, rel=0.02)
-    assert late.tpot_error_ms.p50 - plain.tpot_error_ms.p50 == pytest.approx(10, rel=0.02)
-
-
-def test_every_request_was_joined(planted: tuple[Entry, Entry]) -> None:
-    assert [each.joined for each in planted] == [12, 12]
-    assert planted[0].token_rate == pytest.approx(2 * 24 / (0.06 + 23 * 0.02), rel=0.3)
 
 
 def test_the_server_keeps_its_schedule_and_says_how_well(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from configs.job import JobSpec
 from runners import reuse
 from runners.expand import job_id
 from runners.outcome import Outcome
+from runners.sweep import with_twin
 from tests.ci.workflow import git
 from tests.runners.jobs import make_job
 
@@ -99,6 +100,12 @@ def test_what_does_not_stand_for_the_point(
     measured(repository, tmp_path / "results", bound, "ok", **changes)
     assert reuse.take([bound], tmp_path / "results", notes.append) == {}
     assert why in notes[0] and not (bound.job_dir() / "points").exists()
+
+
+def test_who_asks_for_twins_gets_only_points_that_have_one(repository: Path, bound: JobSpec, tmp_path: Path) -> None:
+    measured(repository, tmp_path / "results", bound, "ok", row={"client_error": {"source": "calibration"}})
+    measured(repository, tmp_path / "results", bound, "ok-2", row={"client_error": {"source": "twin"}})
+    assert list(reuse.take([with_twin(bound, True)], tmp_path / "results")) == [f"{job_id(bound)}/ok-2"]
 
 
 def test_only_code_that_serves_or_measures_counts(repository: Path) -> None:
