@@ -97,6 +97,7 @@ def assemble(spec: JobSpec, point: AgentXPoint, out: Path) -> PointResult:
         counted,
         prefills=len([process for process in spec.processes if process.role in ("prefill", "aggregated")]),
         warmup_s=duration_s(warmup),
+        target_length=spec.acceptance.target_length,
         stages=report,
         restarted=servers.restarted(context["before"], context["after"]),
         calibration=known,

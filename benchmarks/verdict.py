@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
@@ -11,11 +12,13 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from benchmarks.calibration import Calibration
 from benchmarks.client import ClientRun
 from benchmarks.records import RequestRecord, output_rate, percentile
-from benchmarks.stages import StageReport
+from benchmarks.stages import Acceptance, StageReport
 from configs.job import FixedSeqLenPoint
 
 # Below this, a negative difference between two clocks is reading noise.
 CLOCK_TOLERANCE_MS = 2.0
+# Of a simulated acceptance length, beside the scatter of the steps that were counted.
+LENGTH_TOLERANCE = 0.01
 _EXAMPLES = 3
 
 
@@ -38,6 +41,7 @@ class ReasonCode(StrEnum):
     STAGES_MISSING = "stages_missing"
     ROLE_RESTARTED = "role_restarted"
     SIMULATED_ACCEPTANCE = "simulated_acceptance"
+    ACCEPTANCE_OFF_TARGET = "acceptance_off_target"
     EMPTY_CONTENT = "empty_content"
     SCORE_BELOW_THRESHOLD = "score_below_threshold"
     REPLAY_CUT = "replay_cut"
@@ -244,6 +248,25 @@ def check_acceptance(mode: str) -> list[Reason]:
         return []
     message = f"acceptance is {mode}; an evaluation is only meaningful with real acceptance"
     return [Reason(code=ReasonCode.SIMULATED_ACCEPTANCE, message=message)]
+
+
+def check_target_length(target: float | None, measured: Acceptance | None) -> list[Reason]:
+    """Acceptance that is simulated came out at its length: within 1 %, and the scatter of so few steps.
+
+    ``measured`` is None where the decode servers left no records of it, which is not judged.
+    """
+    if target is None or measured is None:
+        return []
+    if not measured.steps:
+        message = f"no step of decode had drafts, although a length of {target:g} was to be simulated"
+        return [Reason(code=ReasonCode.ACCEPTANCE_OFF_TARGET, message=message)]
+    fraction = target - int(target)
+    tolerance = LENGTH_TOLERANCE * target + 3 * math.sqrt(fraction * (1 - fraction) / measured.steps)
+    length = 1 + measured.accepted / measured.steps
+    if abs(length - target) <= tolerance:
+        return []
+    message = f"acceptance came out at {length:.3f} tokens a step in {measured.steps} steps, {target:g} was simulated"
+    return [Reason(code=ReasonCode.ACCEPTANCE_OFF_TARGET, message=message)]
 
 
 def check_scores(scores: Mapping[str, float], threshold: float | None) -> list[Reason]:

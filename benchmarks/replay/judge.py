@@ -9,7 +9,7 @@ from benchmarks.client import ClientRun
 from benchmarks.records import RequestRecord, duration_s
 from benchmarks.replay.cache import ServerCache
 from benchmarks.replay.fidelity import Fidelity
-from benchmarks.stages import StageReport
+from benchmarks.stages import Acceptance, StageReport
 from benchmarks.verdict import (
     Reason,
     ReasonCode,
@@ -22,6 +22,7 @@ from benchmarks.verdict import (
     check_lengths,
     check_restarts,
     check_stages,
+    check_target_length,
 )
 from configs.job import AgentXPoint
 
@@ -39,6 +40,7 @@ def judge(
     *,
     prefills: int,
     warmup_s: float,
+    target_length: float | None = None,
     stages: StageReport | None = None,
     restarted: Sequence[str] = (),
     calibration: Calibration | None = None,
@@ -54,6 +56,7 @@ def judge(
             *check_client_range(point.conc, records, calibration),
             *check_clocks(records, stages),
             *check_stages(stages),
+            *check_target_length(target_length, _told_by_decode(stages)),
             *check_restarts(restarted),
             *check_time(point, records, warmup_s),
             *check_turns(point, fidelity),
@@ -137,3 +140,7 @@ def check_cache(fidelity: Fidelity, cache: ServerCache, prefills: int) -> list[R
 def _these(names: Sequence[str], what: str = "session") -> str:
     shown = ", ".join(names[:_EXAMPLES]) + (", ..." if len(names) > _EXAMPLES else "")
     return f"1 {what} ({shown}) was" if len(names) == 1 else f"{len(names)} {what}s ({shown}) were"
+
+
+def _told_by_decode(stages: StageReport | None) -> Acceptance | None:
+    return None if stages is None or "decode" not in stages.sources else stages.acceptance

@@ -76,6 +76,10 @@ VERDICT = {
     ReasonCode.STAGES_MISSING: ("a process wrote no stage records", "check its --stage-log and disk"),
     ReasonCode.ROLE_RESTARTED: ("a process restarted in the middle", "read its log; the point does not count"),
     ReasonCode.SIMULATED_ACCEPTANCE: ("an eval saw simulated acceptance", "run it with real acceptance"),
+    ReasonCode.ACCEPTANCE_OFF_TARGET: (
+        "simulated acceptance came out at another length",
+        "check the engine's acceptance knob, and that prefill sends the MTP layer's rows",
+    ),
     ReasonCode.EMPTY_CONTENT: ("answers have no content", "check reasoning and tool parsers of the engine"),
     ReasonCode.SCORE_BELOW_THRESHOLD: ("the score is below the threshold", "compare with the model's published score"),
     ReasonCode.REPLAY_CUT: ("sessions were not replayed to their end", "raise duration-s, or replay fewer sessions"),

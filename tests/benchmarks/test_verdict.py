@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from benchmarks.stages import join
+from benchmarks.stages import Acceptance, join
 from benchmarks.verdict import (
     Reason,
     ReasonCode,
@@ -19,6 +19,7 @@ from benchmarks.verdict import (
     check_contents,
     check_points,
     check_scores,
+    check_target_length,
     judge_fixed_seq_len,
 )
 from configs.job import FixedSeqLenPoint
@@ -134,6 +135,25 @@ def test_evaluation_checks() -> None:
         0
     ].message
     assert check_scores({"em_strict": float("nan")}, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("steps", "accepted", "judged"),
+    [
+        (2000, 3980, ""),
+        (2000, 3940, ""),  # 2.97: 0.7 % less
+        (2000, 3900, "2.950 tokens a step in 2000 steps, 2.99 was simulated"),
+        (2000, 4100, "3.050 tokens a step"),
+        (30, 59, ""),  # 2.967: one step of thirty
+        (30, 3, "1.100 tokens a step"),  # what the model itself accepts
+        (0, 0, "no step of decode had drafts"),
+    ],
+)
+def test_a_simulated_length_is_met_or_the_point_is_none(steps: int, accepted: int, judged: str) -> None:
+    reasons = check_target_length(2.99, Acceptance(steps, 3 * steps, accepted))
+    assert [reason.code for reason in reasons] == ([ReasonCode.ACCEPTANCE_OFF_TARGET] if judged else [])
+    assert all(judged in reason.message for reason in reasons)
+    assert check_target_length(None, Acceptance(2000, 6000, 0)) == check_target_length(2.99, None) == []
 
 
 def test_a_verdict_cannot_contradict_its_reasons() -> None:

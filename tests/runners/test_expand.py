@@ -17,6 +17,7 @@ from configs.job import AgentXPoint, JobSpec, fingerprint_of
 from configs.load import load_matrix
 from configs.traces import TraceError, corpus_for
 from runners.expand import ABSENT, ExpandError, expand, installed_version, job_id
+from runners.golden import lookup
 from tests.configs.recipes import CONFIGS, DEFAULT, KEY, agentic_entry, gpu_entry, local_entry, space, write_matrix
 
 MTP3 = {"spec-decoding": "mtp", "draft-depth": 3}
@@ -98,6 +99,19 @@ def test_simulated_acceptance_is_looked_up_and_kept_away_from_evals(tmp_path: Pa
     entry["max-model-len"] = 65536
     real, simulated = jobs_of(tmp_path, entry)
     assert [point.scenario for point in real.points] == ["gsm8k"] and simulated.acceptance.mode == "simulated"
+
+
+def test_the_tiny_glm_replays_at_its_provisional_length_and_does_all_else_for_real() -> None:
+    real, simulated = expand(load_matrix(CONFIGS / "local.yaml"), only=["glm5-tiny*"], version_of=lambda _: "1")
+    assert [point.scenario for point in real.points] == ["fixed-seq-len"] and real.acceptance.mode == "real"
+    assert [point.scenario for point in simulated.points] == ["agentic-coding"]
+    told, golden = simulated.acceptance, lookup("glm5tiny", "mtp", "thinking-on", 3)
+    assert (told.mode, told.curve, told.target_length) == ("simulated", "glm5tiny_mtp", golden.target_length)
+    assert told.provisional and golden.provisional
+    for job, flags in ((real, ""), (simulated, f"--simulate-acceptance-length {golden.target_length:g}")):
+        argv = " ".join(job.process("decode-0").argv)
+        assert flags in argv and ("--simulate" in argv) == bool(flags) and "--draft-depth 3" in argv
+        assert "--simulate" not in " ".join(job.process("prefill-0").argv)
 
 
 def test_a_missing_curve_names_the_entry(tmp_path: Path) -> None:
