@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from configs.engine_args import BundledDecodeArgs, BundledPrefillArgs, BundledRouterArgs
 from configs.job import EngineName, PrepareStep, Readiness, RoleName
+from configs.model import Gqa
 from runners.engines import bundled_tilert
 from runners.engines.base import EngineError, RoleContext, flag, one_node, ready, transport_packages
 
@@ -163,7 +164,22 @@ def _devices(context: RoleContext) -> tuple[str, ...]:
         raise EngineError(f"{context.name}: the bundled engine knows tp only; set pp, dcp-size, pcp-size to 1.")
     if worker.ep not in (1, worker.tp):
         raise EngineError(f"{context.name}: the bundled engine spreads experts over its tp group; set ep to 1 or tp.")
+    _check_cuts(context)
     return (
         *flag("device", None if context.on_cpu else "cuda"),
         *flag("tensor-parallel-size", worker.tp if worker.tp > 1 else None),
     )
+
+
+def _check_cuts(context: RoleContext) -> None:
+    """What serve/engine/parallel.py cuts must divide, or EngineError. Attention heads are checked with the recipe."""
+    architecture, tp = context.model.architecture, context.worker.tp
+    attention, moe = architecture.attention, architecture.moe
+    counts = {"vocabulary": architecture.vocab_size, "dense inner size": architecture.intermediate_size}
+    if isinstance(attention, Gqa):
+        counts["KV heads"] = attention.kv_heads
+    if moe is not None:
+        counts["shared experts' inner size"] = moe.shared_experts * moe.intermediate_size
+    for what, count in counts.items():
+        if count % tp:
+            raise EngineError(f"{context.name}: the {what} of {context.model.name}, {count}, cannot be cut by tp {tp}.")

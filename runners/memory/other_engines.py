@@ -178,7 +178,8 @@ def kv_capacity_tokens(role: Role) -> int:
 def host_terms(role: Role) -> list[Term]:
     """What a process holds of its node's memory, GPU or not."""
     name, arguments = role.process.name, role.arguments
-    runtimes = role.worker.tp if role.process.engine == "bundled" else 1  # each of its ranks is a process
+    # Each rank of the bundled engine is a process.
+    runtimes = role.worker.tp if role.process.engine == "bundled" and not role.runs_tilert else 1
     text = "interpreter and libraries" + (f", {runtimes} ranks" if runtimes > 1 else "")
     terms = [Term(f"{name}: runtime", runtimes * RUNTIME_BYTES, text, "measured with vLLM", "runtime")]
     if role.process.role == "router":
@@ -234,20 +235,14 @@ def _cpu_terms(role: Role) -> list[Term]:
         text = "VLLM_CPU_KVCACHE_SPACE"
         terms.append(Term(f"{name}: KV cache", size, text, "cpu-kv-cache-gib", "kv", "lower cpu-kv-cache-gib"))
         return terms
-    dtype, ranks = arena_dtype(role), role.worker.tp
-    if ranks > 1:
-        item = DTYPE_BYTES[role.kv_dtype("--dtype", default="float32")]
-        part = weights.bundled_rank_bytes(shape, ranks, mtp=role.mtp, item_bytes=item, keeps_fp8=False)
-        terms = [Term(f"{name}: weights", ranks * part, f"{ranks} ranks*{part:,} B", "serve.engine", "weights")]
+    dtype = arena_dtype(role)
     per_token = shape.architecture.kv_bytes_per_token(dtype, mtp=role.mtp)
     capacity = kv_capacity_tokens(role)
-    # Every rank has the whole latent cache, but of other caches only its heads' part.
-    arenas = ranks if shape.is_mla else 1
     terms.append(
         Term(
             f"{name}: KV arena",
-            arenas * capacity * per_token,
-            f"{capacity} tokens*{per_token:,} B, {dtype}" + (f", {arenas} ranks" if arenas > 1 else ""),
+            capacity * per_token,
+            f"{capacity} tokens*{per_token:,} B, {dtype}",
             "serve.engine",
             "kv",
             "lower max-batch-size or max-model-len",

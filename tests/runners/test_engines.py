@@ -7,15 +7,18 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from configs.engine_args import CAPABILITIES, FRAMEWORK_OF, PAIRINGS
-from configs.job import JobSpec, ProcessSpec
-from configs.load import load_cluster, load_matrix
+from configs.job import JobSpec, Parallelism, ProcessSpec
+from configs.load import load_cluster, load_matrix, load_model
+from configs.model import Gqa
 from runners.engines import ADAPTERS, EngineError, adapter_for
 from runners.engines.base import flag, switch
+from runners.engines.bundled import _check_cuts
 from runners.expand import ExpandError, expand
 from runners.memory import plan_memory
 from runners.processes import processes_of
@@ -204,6 +207,24 @@ def test_what_an_engine_cannot_express_is_said(
     path.write_text(json.dumps({"schema": 1, "entries": {key: entry}}))
     with pytest.raises(ExpandError, match=re.escape(words)):
         expand(load_matrix(path), version_of=lambda _: "1")
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"vocab_size": 154_881}, "the vocabulary of glm5.2-fp8, 154881, cannot be cut by tp 8"),
+        ({"attention": Gqa(kind="gqa", heads=16, kv_heads=4, head_dim=64)}, "the KV heads of glm5.2-fp8, 4, cannot"),
+    ],
+)
+def test_what_ranks_of_the_bundled_engine_cannot_share_is_said(change: dict[str, Any], words: str) -> None:
+    model = load_model(CONFIGS / "models" / "glm5.2-fp8.yaml")
+    worker = Parallelism(num_worker=1, tp=8)
+    whole = SimpleNamespace(name="decode-0", model=model, worker=worker)
+    _check_cuts(whole)
+    changed = model.model_copy(update={"architecture": model.architecture.model_copy(update=change)})
+
+    with pytest.raises(EngineError, match=words):
+        _check_cuts(SimpleNamespace(name="decode-0", model=changed, worker=worker))
 
 
 def test_simulated_acceptance_reaches_each_engine_by_its_own_knob(tmp_path: Path) -> None:
