@@ -110,10 +110,10 @@ def convert(
     ``dtype`` (float32, bfloat16, float16) demands that every tensor is stored so. Raises CheckpointError for a source
     that is not what it says, StagingError for an ``out`` that holds something else or a disk that is too small.
     """
-    out = out.absolute()
-    out.parent.mkdir(parents=True, exist_ok=True)
     config = _config(model_dir)
     sources = _sources(model_dir, dtype)
+    out = out.absolute()
+    out.parent.mkdir(parents=True, exist_ok=True)
     identity = {
         "converter": VERSION,
         "source_config_sha256": _sha256(model_dir / "config.json"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -15,9 +16,13 @@ from pathlib import Path
 
 import pytest
 
+from runners.bindings import REPO
+from serve.decode_server import parser as decode_parser
 from serve.engine.torch_engine import create_engine
 from serve.weights import tiny
 from serve.weights.convert import convert
+from serve.weights.convert import main as convert_main
+from tests.docs.test_docs import shell_lines
 from tests.serve.engine.compare import generate
 from tests.serve.prefill.test_prefill_server import DEPTH, NAME, TEXT, TOKENS, Servers
 
@@ -119,3 +124,17 @@ def test_a_killed_server_takes_its_workers_along(ranked: Ranked) -> None:
     ranked.prefill.kill()
 
     assert gone(worker, 10)
+
+
+def test_the_pages_commands_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = shell_lines(REPO / "docs" / "tensor-parallel.md")
+    taken = {}
+    for words in map(shlex.split, lines):
+        module, arguments = words[2], words[3:]
+        if module == "serve.weights.convert":
+            taken[module] = convert_main(arguments)  # there is no such model: an error, but not of usage
+        else:
+            taken[module] = decode_parser().parse_args(arguments).tensor_parallel_size
+
+    assert taken == {"serve.weights.convert": 1, "serve.decode_server": 8}
+    assert "/models/glm/config.json: cannot be read" in capsys.readouterr().err
