@@ -54,7 +54,6 @@ class HeldPrefixes:
             tokens = reusable_tokens(self._layout, shared_blocks(held.digests, prefix.digests))
             if tokens > (best[1] if best is not None else 0):
                 best = held, tokens
-        self.events["misses" if best is None else "hits"] += 1
         return best
 
     def pin(self, held: HeldPrefix) -> None:

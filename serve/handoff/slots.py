@@ -156,6 +156,8 @@ class SlotTable:
         )
         self.slots[request.handoff_id] = slot
         self.events["reserved"] += 1
+        if request.prefix is not None:
+            self.held.events["hits" if source is not None else "misses"] += 1
         return slot
 
     def commit(self, request: Commit, connection: int, now: float) -> Slot:

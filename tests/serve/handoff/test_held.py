@@ -180,6 +180,9 @@ def test_a_prefix_that_is_counted_on_is_not_evicted() -> None:
     with pytest.raises(HandoffError, match="pool_exhausted"):
         decode.reserve(tokens(64), None)
     assert slot.source is not None and not slot.source.dropped
+    with pytest.raises(HandoffError, match="pool_exhausted"):
+        decode.reserve(tokens(128))
+    assert (decode.held.events["hits"], decode.held.events["misses"]) == (1, 1)  # of those that got a slot
     decode.finish(slot)
     decode.reserve(tokens(64), None)  # it is only now that the first piece is free
 
