@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import calibration, servers, stages
+from benchmarks import servers, stages, twin
 from benchmarks.client import ClientRun, Progress, read_aggregate
-from benchmarks.dataset import DatasetError, load_tokenizer
+from benchmarks.dataset import DatasetError, build_dataset, load_tokenizer
 from benchmarks.point import (
     EXIT_INFRASTRUCTURE,
     EXIT_INTERRUPTED,
@@ -37,6 +37,8 @@ from benchmarks.replay.judge import judge
 from benchmarks.replay.plan import Plan, PlanError, Planner
 from benchmarks.replay.row import agentic_row
 from benchmarks.replay.submission import submission
+from benchmarks.twin import ClientProof
+from benchmarks.verdict import Verdict
 from configs.job import AgentXPoint, JobSpec
 
 USAGE_PERIOD_S = 5.0
@@ -52,20 +54,32 @@ def measure(task: PointTask, point: AgentXPoint) -> None:
     raw = task.raw_dir
     raw.mkdir(parents=True, exist_ok=True)
     kept, dropped = corpus.within(corpus.load(point, raw), point.max_context_tokens)
-    plan = Planner(point, load_tokenizer(task.model_dir)).plan(kept, dropped, raw / DATASET_NAME)
+    tokenizer = load_tokenizer(task.model_dir)
+    plan = Planner(point, tokenizer).plan(kept, dropped, raw / DATASET_NAME)
     plan.write(raw / "plan.jsonl")
-    started, pages = servers.start_times(task.url), servers.metrics_pages(task.url)
-    watch = _Watch(task, plan)
-    run_replay(
-        point,
-        plan,
-        url=task.url,
-        model_id=task.spec.model_id,
-        tokenizer_dir=task.model_dir,
-        raw_dir=raw,
-        on_tick=watch,
-    )
-    counted = cache.between(pages, servers.metrics_pages(task.url), watch.usage)
+    started, watch, model_dir = servers.start_times(task.url), _Watch(task, plan), task.model_dir
+    pages: list[dict[str, str]] = []
+
+    def run() -> list[RequestRecord]:
+        pages.append(servers.metrics_pages(task.url))
+        run_replay(
+            point,
+            plan,
+            url=task.url,
+            model_id=task.spec.model_id,
+            tokenizer_dir=model_dir,
+            raw_dir=raw,
+            on_tick=watch,
+        )
+        pages.append(servers.metrics_pages(task.url))
+        return _phases(raw, plan)[0]
+
+    if task.spec.run is not None and task.spec.run.twin:
+        look = build_dataset(twin.look_at(point), tokenizer)
+        twin.around(run, look, url=task.url, model_id=task.spec.model_id, raw=raw)
+    else:
+        run()
+    counted = cache.between(pages[0], pages[1], watch.usage)
     context = {
         "url": task.url,
         "before": started,
@@ -86,8 +100,7 @@ def assemble(spec: JobSpec, point: AgentXPoint, out: Path) -> PointResult:
     records, warmup = _phases(raw, plan)
     found = stages.read_records(raw / "stages")
     report = stages.join(records, found) if found else None
-    known = calibration.noted(raw)
-    entry = None if known is None else known.applies(point.conc, output_rate(records))
+    proof = ClientProof.of(raw, point.conc, output_rate(records))
     fidelity = examine(point, plan, records, warmup, found.get("router", ()), block_tokens=counted.block_tokens or 1)
     verdict = judge(
         point,
@@ -100,8 +113,9 @@ def assemble(spec: JobSpec, point: AgentXPoint, out: Path) -> PointResult:
         target_length=spec.acceptance.target_length,
         stages=report,
         restarted=servers.restarted(context["before"], context["after"]),
-        calibration=known,
+        calibration=proof.calibration,
     )
+    verdict = Verdict.of([*verdict.reasons, *proof.reasons])
     row = agentic_row(
         spec,
         point,
@@ -115,7 +129,7 @@ def assemble(spec: JobSpec, point: AgentXPoint, out: Path) -> PointResult:
         versions={"aiperf": run.version},
         acceptance=None if report is None else report.acceptance,
         handoff_bytes=None if report is None else report.bytes_moved,
-        client_error=None if known is None or entry is None else calibration.as_row(entry, known.created_at),
+        client_error=proof.row,
     )
     return PointResult(
         point=point.id,

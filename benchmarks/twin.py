@@ -32,7 +32,7 @@ from benchmarks.calibration import (
 from benchmarks.dataset import DatasetRequest
 from benchmarks.records import RequestRecord
 from benchmarks.verdict import Reason, ReasonCode
-from configs.job import FixedSeqLenPoint
+from configs.job import AgentXPoint, FixedSeqLenPoint
 
 FILE_NAME = "twin.json"
 # A request of a twin lasts about this long; fewer tokens at the same cadence say the same about the client.
@@ -41,7 +41,7 @@ OSL_RANGE = (8, 64)
 # Waiting for a first token costs the client nothing: a twin does not wait as long as a slow server makes it.
 LONGEST_TTFT_MS = 500.0
 LOOK_TIMEOUT_S = 120.0
-LOOK_OSL = 32
+LOOK_ISL, LOOK_OSL = 1024, 32
 
 
 class Half(BaseModel):
@@ -107,11 +107,19 @@ class ClientProof:
         return cls(row, known, [])
 
 
-def look_at(point: FixedSeqLenPoint) -> FixedSeqLenPoint:
+def look_at(point: FixedSeqLenPoint | AgentXPoint) -> FixedSeqLenPoint:
     """As many requests as the point has at once, with prompts of their own and short answers."""
-    seed = int.from_bytes(hashlib.sha256(f"twin/{point.seed}".encode()).digest()[:4], "big")
-    changes = {"seed": seed, "requests": point.conc, "warmup_requests": 0, "osl": max(2, min(point.osl, LOOK_OSL))}
-    return point.model_copy(update={**changes, "range_ratio": 1.0})
+    return FixedSeqLenPoint(
+        id=f"{point.id}-look",
+        isl=point.isl if isinstance(point, FixedSeqLenPoint) else min(LOOK_ISL, point.max_context_tokens // 2),
+        osl=max(2, min(point.osl, LOOK_OSL)) if isinstance(point, FixedSeqLenPoint) else LOOK_OSL,
+        range_ratio=1.0,
+        conc=point.conc,
+        requests=point.conc,
+        warmup_requests=0,
+        seed=int.from_bytes(hashlib.sha256(f"twin/{point.seed}".encode()).digest()[:4], "big"),
+        limits=point.limits,
+    )
 
 
 def around(
