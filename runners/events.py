@@ -21,6 +21,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+from runners.disk import means_full
+
 EventKind = Literal["launch", "stage", "point", "done"]
 Event = dict[str, Any]
 MAX_LINE_BYTES = 1 << 20
@@ -45,8 +47,12 @@ class EventLog:
         return record
 
     def copy(self, record: Event) -> None:
-        """Appends a record that another writer made, as it is."""
-        os.write(self._descriptor, json.dumps(record, separators=(",", ":"), default=str).encode() + b"\n")
+        """Appends a record that another writer made, as it is. On a full disk it is lost: the outcome says why."""
+        try:
+            os.write(self._descriptor, json.dumps(record, separators=(",", ":"), default=str).encode() + b"\n")
+        except OSError as error:
+            if not means_full(error):
+                raise
 
     def close(self) -> None:
         if self._descriptor >= 0:

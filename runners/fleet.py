@@ -35,6 +35,8 @@ STATE_CODES = {
     "OUT_OF_MEMORY": JobCode.OUT_OF_MEMORY,
 }
 NODE_FAILURE = re.compile(r"[Nn]ode failure on ([A-Za-z0-9._-]+)")
+# The next try does without the node; one that was only taken away is as good as any.
+BLAME_THE_NODE = frozenset({JobCode.NODE_FAILED, JobCode.ALLOCATION})
 # An outcome with one of these may be only what Slurm's own action looked like from inside.
 ECHOES = frozenset({JobCode.ROLE_DIED, JobCode.INTERRUPTED, JobCode.ORCHESTRATOR_LOST, JobCode.ROLE_UNRESPONSIVE})
 
@@ -191,7 +193,7 @@ class Fleet:
         outcome = merge(member.spec, self._own_outcome(member), state, self._log(member))
         tries = 1 + int(self._site["retries"])
         if outcome.code in INFRASTRUCTURE and member.attempt < tries and not self._interruptions.count:
-            if outcome.host:
+            if outcome.host and outcome.code in BLAME_THE_NODE:
                 member.excluded = (*member.excluded, outcome.host)
             outcome.write(member.spec.job_dir())
             member.failed = outcome

@@ -19,16 +19,19 @@ from typing import Any
 from configs.job import JobSpec, PointSpec
 from runners import canary, points, prepare, warden, weights
 from runners.allocation import Allocation, bind, copy_weights, discover
+from runners.disk import Spare, is_full
 from runners.events import EventLog
 from runners.outcome import JobCode, JobFailure, Outcome, PointOutcome, log_tail
 from runners.roles import PROBE_TIMEOUT_S, Roles
 
 TEARDOWN_S = 60.0
+# Ends that somebody else has set, whatever else is wrong.
+NOT_THE_DISK = frozenset({JobCode.INTERRUPTED, JobCode.TIME_LIMIT, JobCode.REQUEUED})
 SUBMITTER_POLL_S = 0.5
 
 
 def run(spec_path: str, submitter: str | None = None) -> dict[str, Any]:
-    """What submitit calls. Returns outcome.json's content; every end but SIGKILL and a full disk leaves that file.
+    """What submitit calls. Returns outcome.json's content; every end but SIGKILL leaves that file.
 
     ``submitter`` (from `identity`) ties the job to a process of this machine: a local job must not outlive its sweep.
     """
@@ -36,8 +39,10 @@ def run(spec_path: str, submitter: str | None = None) -> dict[str, Any]:
     job_dir = spec.job_dir()
     warden.become_subreaper()
     keep_earlier(job_dir)
+    spare = Spare(job_dir)
     with EventLog(job_dir / "events.jsonl", job=job_dir.name) as events:
         outcome = asyncio.run(Job(spec, events).run(submitter))
+        spare.give_up()  # not before all that could have used it up has ended
         outcome.write(job_dir)
         events.write(
             "done",
@@ -94,7 +99,7 @@ class Job:
         self._ended = asyncio.get_running_loop().create_future()
         with self._listening_to_signals():
             watch = asyncio.create_task(self._watch_submitter(submitter))
-            failure = await self._until_ended(self._flow(), self._ended)
+            failure = self._as_full_disk(await self._until_ended(self._flow(), self._ended))
             watch.cancel()
             with self._stage("teardown"):
                 left = await self.roles.stop()
@@ -129,6 +134,8 @@ class Job:
             points.set_aside(self.spec.job_dir(), point.id)
             self.outcomes[point.id] = await points.measure(self.spec, point, self.events)
             if self.outcomes[point.id].status != "produced":
+                if is_full(self.spec.job_dir()):
+                    raise JobFailure(JobCode.DISK_FULL, f"{point.id}: {self.outcomes[point.id].message}")
                 await self.roles.check()
 
     def _measured(self, point: PointSpec) -> bool:
@@ -176,6 +183,14 @@ class Job:
         if death is not None:
             return death
         return error if isinstance(error, JobFailure) else JobFailure(JobCode.INTERNAL, f"{error!r}")
+
+    def _as_full_disk(self, failure: JobFailure | None) -> JobFailure | None:
+        """On a full disk everything fails, each in its own way: that is said first."""
+        folder = self.spec.job_dir()
+        if failure is not None and failure.code not in NOT_THE_DISK and is_full(folder):
+            failure.code = JobCode.DISK_FULL
+            failure.message = f"no room is left at {folder}: make some, then `baton resume` the run; {failure.message}"
+        return failure
 
     def _end(self, code: JobCode, message: str) -> None:
         if self._ended is not None and not self._ended.done():

@@ -138,7 +138,7 @@ def _parse_squeue(text: str) -> dict[str, SlurmState]:
             found[fields["JobID"]] = SlurmState(
                 fields["JobID"],
                 fields["State"],
-                fields["Reason"],
+                "" if fields["Reason"] == "None" else fields["Reason"],
                 os.waitstatus_to_exitcode(status),
                 int(fields["RestartCnt"] or 0),
                 fields["NodeList"],

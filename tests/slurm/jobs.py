@@ -88,9 +88,9 @@ def run(spec: JobSpec) -> Outcome:
     return outcome
 
 
-def start(spec: JobSpec) -> Submission:
+def start(spec: JobSpec, **options: Any) -> Submission:
     """Submits the job; nobody follows it."""
-    return submit_slurm(spec)
+    return submit_slurm(spec, **options)
 
 
 def job_id(spec: JobSpec) -> str:

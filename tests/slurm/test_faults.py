@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import shutil
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from runners import launch, orchestrate
 from runners import slurm as client
 from runners.outcome import JobCode
 from tests.runners.jobs import events_of, wait_for_point
 from tests.slurm import jobs
-from tests.slurm.cluster import MiniSlurm
+from tests.slurm.cluster import MiniSlurm, sh
 from tests.slurm.jobs import Watch, job_id, names, run, slurm_job, start, state, until
 
 
@@ -29,14 +33,15 @@ def back(slurm: MiniSlurm, node: str) -> None:
     until(lambda: node in slurm.idle(), 20, f"{node} idle")
 
 
-def hanging(shared: Path, **options: object):
-    """A job of two points, submitted, that has produced one and hangs in the other."""
-    spec = slurm_job(shared, points=("ok", "hang", "ok-2"), point_s=600, **options)  # type: ignore[arg-type]
+def hanging(shared: Path, points: tuple[str, ...] = ("ok", "hang", "ok-2"), **options: object):
+    """A job that is submitted, has produced its first point and hangs in the second."""
+    function = options.pop("function", orchestrate.run)
+    spec = slurm_job(shared, points=points, point_s=600, **options)  # type: ignore[arg-type]
     watch = Watch(spec)
-    submission = start(spec)
+    submission = start(spec, function=function)
     watch.fleet.members[0].submission = submission
     watch.fleet.members[0].ours = True
-    wait_for_point(spec, "hang")
+    wait_for_point(spec, points[1])
     return spec, submission.job_id, watch
 
 
@@ -114,12 +119,12 @@ def test_node_death_names_the_node_and_what_ran_there(shared: Path, slurm: MiniS
 
 
 def test_node_that_falls_silent_is_found_before_slurm_misses_it(shared: Path, slurm: MiniSlurm) -> None:
-    _, job, watch = hanging(shared, site={"retries": 1})
+    _, job, watch = hanging(shared, site={"retries": 1}, function=run_impatiently)
     slurm.kill_node("b200-2")
     began = time.monotonic()
     try:
         outcome = watch.run()[0]
-        assert time.monotonic() - began < 28, "SlurmdTimeout and its polls take longer"
+        assert time.monotonic() - began < 20, "SlurmdTimeout and its polls take longer"
     finally:
         slurm.revive_node("b200-2")
     assert outcome is not None
@@ -157,13 +162,35 @@ def test_role_out_of_memory_is_called_that(shared: Path) -> None:
     released(job_id(spec))
 
 
-def test_silent_second_run_after_a_requeue_is_refused(shared: Path) -> None:
-    spec = slurm_job(shared, points=("ok", "hang"), point_s=600, site={"directives": {"requeue": ""}})
-    watch = Watch(spec)
-    watch.fleet.members[0].submission = start(spec)
-    watch.fleet.members[0].ours = True
-    wait_for_point(spec, "hang")
-    jobs.sh("scontrol", "requeue", job_id(spec))
+def run_impatiently(spec_path: str) -> object:
+    """The orchestrator, with a third of its patience with a silent node."""
+    launch.SILENCE_S = 5.0
+    return orchestrate.run(spec_path)
+
+
+def preempt(spec, seconds: float) -> None:
+    """Somebody more important takes the nodes of the job for a while."""
+    urgent = ("--partition=urgent", "--nodelist=b200-[1-2]", "--exclusive", "--ntasks-per-node=1", "--output=/dev/null")
+    jobs.sh("sbatch", *urgent, "--wrap", f"sleep {seconds}")
+    until(lambda: state(job_id(spec)) not in ("RUNNING", "COMPLETING"), 15, "the job has lost its nodes")
+
+
+def test_preempted_job_is_tried_again_and_measures_nothing_twice(shared: Path) -> None:
+    spec, job, watch = hanging(shared, site={"retries": 1}, points=("ok", "once"))
+    first = (spec.job_dir() / "points" / "ok" / "result.json").stat().st_mtime_ns
+    preempt(spec, 1)
+    outcome = watch.run()[0]
+    assert outcome is not None and outcome.outcome == "completed", outcome
+    assert names(outcome) == {"ok": "produced", "once": "produced"}
+    assert (spec.job_dir() / "points" / "ok" / "result.json").stat().st_mtime_ns == first
+    lost = json.loads((spec.job_dir() / "outcome.1.json").read_text())
+    assert (lost["code"], lost["slurm"]["job_id"], lost["slurm"]["state"]) == (JobCode.PREEMPTED, job, "PREEMPTED")
+
+
+def test_silent_second_run_after_a_preemption_is_refused(shared: Path) -> None:
+    """A site may put preempted jobs back into the queue whatever they asked for."""
+    spec, _, watch = hanging(shared, site={"directives": {"requeue": ""}})
+    preempt(spec, 1)
     outcome = watch.run()[0]
     assert outcome is not None
     assert outcome.code is JobCode.REQUEUED
@@ -255,6 +282,50 @@ def test_full_disk_is_found_before_anything_starts(shared: Path, slurm: MiniSlur
         jobs.sh("nsenter", f"--target={pid}", "--mount", "umount", str(local))
     assert (outcome.code, outcome.host) == (JobCode.DISK_FULL, "b200-2")
     assert str(local) in outcome.message
+
+
+@pytest.fixture
+def small_disk(shared: Path, slurm: MiniSlurm) -> Iterator[Path]:
+    """A disk of 400 MiB that this machine and the nodes of partition b200 see at one place."""
+    image, place = shared / "disk.img", shared / "small"
+    place.mkdir()
+    sh("truncate", "--size=400M", str(image))
+    sh("mkfs.ext4", "-q", "-m", "0", str(image))
+    sh("mount", "-o", "loop", str(image), str(place))
+    device = sh("findmnt", "-no", "SOURCE", str(place)).strip()
+    inside = [("nsenter", f"--target={slurm_pid(slurm, node)}", "--mount") for node in ("b200-1", "b200-2")]
+    for enter in inside:
+        sh(*enter, "mount", device, str(place))
+    try:
+        yield place
+    finally:
+        for enter in (*inside, ()):
+            sh(*enter, "umount", str(place))
+
+
+def fill(folder: Path) -> None:
+    """Not a byte is left."""
+    with (folder / "filler").open("wb", buffering=0) as file:
+        for size in (16 << 20, 1 << 16, 4096, 512):
+            with contextlib.suppress(OSError):
+                while True:
+                    file.write(bytes(size))
+
+
+def test_disk_that_fills_up_during_a_point_is_said_so_and_earlier_results_stay(small_disk: Path) -> None:
+    spec = slurm_job(small_disk, points=("ok", "wait", "ok-2"), point_s=600)
+    watch = Watch(spec)
+    watch.fleet.members[0].submission, watch.fleet.members[0].ours = start(spec), True
+    wait_for_point(spec, "wait")
+    fill(small_disk)
+    (spec.job_dir() / "points" / "wait" / "go").touch()
+    outcome = watch.run()[0]
+    assert outcome is not None
+    assert outcome.code is JobCode.DISK_FULL, outcome
+    assert str(spec.job_dir()) in outcome.message
+    assert names(outcome) == {"ok": "produced", "wait": "failed", "ok-2": "not_run"}
+    released(job_id(spec))
+    assert jobs.processes_of(small_disk) == []
 
 
 def test_node_without_srun_is_said_so(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:

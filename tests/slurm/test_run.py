@@ -188,10 +188,12 @@ def test_status_shows_reason_while_pending_and_stage_while_running(shared: Path)
     assert [outcome.code for outcome in outcomes if outcome] == [JobCode.CANCELLED, JobCode.INTERRUPTED]
 
 
-def test_exported_script_runs_by_sbatch_alone_and_writes_the_same_rows(shared: Path) -> None:
-    spec = slurm_job(shared, points=("ok",))
+def test_exported_script_of_a_heterogeneous_job_runs_by_sbatch_alone_and_writes_the_same_rows(shared: Path) -> None:
+    """One on a single partition is exported, with a real vLLM, where docs/slurm.md is run."""
+    spec = slurm_job(shared, points=("ok",), site={"role-partitions": {"prefill": "mi355x"}})
     path = shared / "job.sh"
     text = script(spec.model_copy(update={"run": None}), shared / "exported")
+    assert "#SBATCH hetjob" in text
     assert "-m benchmarks.fixed_seq_len" in text
     collect_rows = "import sys; from pathlib import Path; from runners.sweep import collect; collect(Path(sys.argv[1]))"
     text = text.replace("-m benchmarks.fixed_seq_len", str(REPO / "tests" / "runners" / "fake_point.py"))
@@ -201,7 +203,9 @@ def test_exported_script_runs_by_sbatch_alone_and_writes_the_same_rows(shared: P
     until(lambda: state(job) not in ("PENDING", "RUNNING", "COMPLETING"), 30)
     assert state(job) == "COMPLETED", (shared / "job.out").read_text()
     exported = jobs.rows(shared / "exported" / f"export-{job}")
+    (canary,) = (shared / "exported" / f"export-{job}").glob("*/canary.json")
     run(spec)
+    assert canary.read_text() == (spec.job_dir() / "canary.json").read_text()
     from runners.sweep import collect
 
     own = collect(spec.job_dir().parent)
