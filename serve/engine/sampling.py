@@ -37,10 +37,10 @@ class TokenSampler:
 
 def sample(logits_BV: torch.Tensor, samplers: Sequence[TokenSampler]) -> list[int]:
     """One token a row. Advances the streams of the rows that are not greedy, and of no other."""
-    logits_BV = logits_BV.float()
     if all(sampler.greedy for sampler in samplers):
         best: list[int] = logits_BV.argmax(dim=-1).tolist()
         return best
+    logits_BV = logits_BV.float()
     tokens = [0] * len(samplers)
     greedy = [row for row, sampler in enumerate(samplers) if sampler.greedy]
     plain = [row for row, sampler in enumerate(samplers) if not sampler.greedy and not sampler.filtered]

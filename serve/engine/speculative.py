@@ -96,6 +96,10 @@ class TargetVerifier:
     def verify(
         self, logits_NV: torch.Tensor, drafts: Sequence[Sequence[int]], samplers: Sequence[TokenSampler]
     ) -> list[tuple[list[int], int]]:
+        if all(sampler.greedy for sampler in samplers):
+            return _greedy(
+                sample(logits_NV, [s for s, d in zip(samplers, drafts, strict=True) for _ in (*d, 0)]), drafts
+            )
         first = _first_rows(drafts)
         results: list[tuple[list[int], int]] = [([], 0) for _ in drafts]
         going = list(range(len(drafts)))
@@ -138,6 +142,18 @@ class SimulatedVerifier:
     def _draw(self) -> int:
         self._steps += 1
         return self._whole + (self._steps * _GOLDEN_RATIO % 1.0 < self._fraction)
+
+
+def _greedy(best_N: Sequence[int], drafts: Sequence[Sequence[int]]) -> list[tuple[list[int], int]]:
+    """What verify() gives where no row's draw depends on another's: all rows' best tokens are known at once."""
+    results, row = [], 0
+    for draft in drafts:
+        accepted = 0
+        while accepted < len(draft) and draft[accepted] == best_N[row + accepted]:
+            accepted += 1
+        results.append(([*best_N[row : row + accepted + 1]], accepted))
+        row += len(draft) + 1
+    return results
 
 
 def _first_rows(drafts: Sequence[Sequence[int]]) -> list[int]:
@@ -202,14 +218,17 @@ class MtpDrafter:
 
 
 class ChainDrafter(MtpDrafter):
-    """The same for a model that computes all drafts of a step at once, without asking for each token in between."""
+    """The same for a model that computes all drafts of a step at once, without asking for each token in between.
+
+    It takes the token ids in the host's memory.
+    """
 
     def propose(self, sequences: Sequence[Verified]) -> list[list[int]]:
         if not sequences:
             return []
         model: Any = self._model
         spans = [Span(s.cache, s.start, len(s.token_ids)) for s in sequences]
-        token_ids_N = torch.tensor([t for s in sequences for t in s.token_ids], device=self._device)
+        token_ids_N = torch.tensor([t for s in sequences for t in s.token_ids])
         states = [s.hidden_NE for s in sequences]
         hidden_NE = states[0] if len(states) == 1 else torch.cat(states)
         drafts: list[list[int]] = model.draft_chain(token_ids_N, hidden_NE, spans, self._depth)

@@ -83,6 +83,8 @@ class TorchEngine:
         self._keeps_history = speculation is not None and speculation.method == "ngram"
         self._eos_token_ids = frozenset(eos_token_ids)
         self._device = device
+        # Where a step's token ids go: a model with static inputs of its own copies them there itself.
+        self._ids_device = torch.device("cpu") if isinstance(model, BoundModel) else device
         with torch.inference_mode():
             arena_tokens = kv_capacity_tokens + max_batch_size * self._slack_tokens
             self._kv = kv_cache_of(model, arena_tokens, device)
@@ -157,7 +159,9 @@ class TorchEngine:
         drafts = [sequence.drafts for _, sequence in live]
         inputs = [[sequence.last_token, *sequence.drafts] for _, sequence in live]
         spans = [Span(s.cache, s.cached_tokens, len(tokens)) for (_, s), tokens in zip(live, inputs, strict=True)]
-        hidden_NE = self._model.forward(torch.tensor([t for row in inputs for t in row], device=self._device), spans)
+        hidden_NE = self._model.forward(
+            torch.tensor([t for row in inputs for t in row], device=self._ids_device), spans
+        )
         verified = self._verifier.verify(self._model.logits(hidden_NE), drafts, [s.sampler for _, s in live])
         outputs, going = [], []
         row = 0

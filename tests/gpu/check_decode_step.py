@@ -125,7 +125,8 @@ def check_steps_equal_plain_torch(e4m3: bool, at_once: int) -> None:
     for start in range(0, len(tokens), at_once):
         piece = tokens[start : start + at_once]
         logits = ours.step(piece.cuda(), PROMPT + start).cpu().float()
-        wanted, chosen = plain.forward(piece, torch.arange(PROMPT + start, PROMPT + start + at_once))
+        wanted = plain.step(piece, PROMPT + start)
+        chosen = plain.graph(at_once).chosen
         same = torch.ones(at_once, dtype=torch.bool)
         for layer, ids in ours.graph(at_once).chosen.items():
             same &= (ids.cpu().sort(-1).values == chosen[layer].sort(-1).values).all(-1)
@@ -139,10 +140,13 @@ def check_steps_equal_plain_torch(e4m3: bool, at_once: int) -> None:
 
 
 @torch.inference_mode()
-def check_capture_leaves_the_rows_as_they_were() -> None:
+def check_capture_writes_nothing_but_the_steps_own_rows() -> None:
     ours, plain = both(e4m3=False)
-    ours.graph(4)
-    assert torch.equal(ours.rows_LCY.cpu(), plain.rows_LCY)
+    ours.step(torch.tensor([5, 6, 7, 8]).cuda(), PROMPT)
+    ours_LCY, plain_LCY = ours.rows_LCY.cpu(), plain.rows_LCY
+    assert torch.equal(ours_LCY[:, :PROMPT], plain_LCY[:, :PROMPT])
+    assert torch.equal(ours_LCY[:, PROMPT + 4 :], plain_LCY[:, PROMPT + 4 :])
+    assert ours_LCY[:, PROMPT : PROMPT + 4].any(dim=-1).all()
 
 
 @torch.inference_mode()

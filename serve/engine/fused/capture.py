@@ -51,6 +51,8 @@ class Streams:
 
     def __init__(self, device: torch.device) -> None:
         self._side = torch.cuda.Stream(device) if device.type == "cuda" else None
+        # A capture may join only what it has forked itself.
+        self._forked = False
 
     @contextmanager
     def hold(self) -> Iterator[Callable[[Any], Any]]:
@@ -71,9 +73,11 @@ class Streams:
             yield
             return
         self._side.wait_stream(torch.cuda.current_stream())
+        self._forked = True
         with torch.cuda.stream(self._side):
             yield
 
     def join(self) -> None:
-        if self._side is not None:
+        if self._side is not None and self._forked:
             torch.cuda.current_stream().wait_stream(self._side)
+            self._forked = False

@@ -56,7 +56,7 @@ class DecoderModel(Protocol):
 
 @runtime_checkable
 class BoundModel(Protocol):
-    """A model whose steps read one engine's KV cache where it lies, see models/fused.py."""
+    """A model whose steps read one engine's KV cache where it lies, and token ids in the host's memory: fused.py."""
 
     def bind(self, kv: KVCache, batch_size: int, depth: int) -> None:
         """Takes the cache before the first forward; steps will have up to ``batch_size`` sequences of 1 + depth."""

@@ -83,7 +83,10 @@ class _FusedWeights(DeepseekV3Model):
         return super().extract(cache.rows, layer, start, end)
 
     def forward(self, token_ids_N: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
-        """As DecoderModel's; the result is a buffer that the next forward overwrites."""
+        """As DecoderModel's; the token ids may be in the host's memory, which spares a copy.
+
+        The result is a buffer that the next forward overwrites.
+        """
         parts = []
         for count, rows in self._pieces(token_ids_N, spans):
             self._graph(self._main, rows, self._run_main).run()
@@ -179,11 +182,14 @@ class _FusedWeights(DeepseekV3Model):
     def _pieces(self, token_ids_N: torch.Tensor, spans: Sequence[Span]) -> Iterator[tuple[int, int]]:
         """(tokens, rows of the graph) of each piece, once its inputs are in place."""
         places_N2 = torch.tensor([(span.start + n, span.cache.start) for span in spans for n in range(span.count)])
+        on_host = token_ids_N.device.type == "cpu"
+        inputs_N3 = torch.cat((token_ids_N[:, None], places_N2), dim=1) if on_host else places_N2
         for start in range(0, len(token_ids_N), MOST_ROWS):
-            part_R2 = places_N2[start : start + MOST_ROWS]
-            count, rows = len(part_R2), _graph_rows(len(part_R2))
-            _fill(self._inputs_3R[0], token_ids_N[start : start + count], rows)
-            self._inputs_3R[1:, :rows].copy_(_padded(part_R2, rows).t())
+            part = inputs_N3[start : start + MOST_ROWS]
+            count, rows = len(part), _graph_rows(len(part))
+            self._inputs_3R[0 if on_host else 1 :, :rows].copy_(_padded(part, rows).t())
+            if not on_host:
+                _fill(self._inputs_3R[0], token_ids_N[start : start + count], rows)
             yield count, rows
 
     def _rest_graph(self, rows: int, depth: int) -> Captured:
