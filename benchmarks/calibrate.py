@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.calibration import MAX_LATE_MS, Calibration, CalibrationError, Entry, Error
 from benchmarks.client import run_aiperf
@@ -32,7 +32,17 @@ OSL = 64
 ISL_WORDS = 256
 # A load is refused when something else took the processor for a moment; the next moment may be quiet.
 ATTEMPTS = 2
+# Waiting for a first token costs the client nothing: nothing is learnt by waiting as long as for a slow server.
+LONGEST_TTFT_MS = 500.0
 _START_S = 10.0
+
+
+class Load(NamedTuple):
+    """Concurrency, and the reference server's schedule."""
+
+    conc: int
+    ttft_ms: float
+    itl_ms: float
 
 
 def calibrate(
@@ -42,14 +52,33 @@ def calibrate(
     ttft_ms: float = DEFAULT_TTFT_MS,
     progress: Callable[[Entry], None] = lambda entry: None,
 ) -> Calibration:
-    """Every (concurrency, ITL) once, the light loads first. Raises CalibrationError when the client left no records."""
+    """Every (concurrency, ITL) once. Raises CalibrationError when the client left no records."""
+    return calibrate_loads([Load(conc, ttft_ms, itl_ms) for conc in concurrencies for itl_ms in itls_ms], progress)
+
+
+def loads_of(rows: Sequence[dict[str, Any]]) -> list[Load]:
+    """The concurrency and cadence of every point that has them, each once. Raises CalibrationError without any."""
+    found = []
+    for row in rows:
+        latency = (row.get("request_metrics") or {}).get("latency") or {}
+        ttft_s = row.get("median_ttft") or (latency.get("ttft") or {}).get("p50")
+        tpot_s = row.get("median_tpot") or (latency.get("tpot") or latency.get("itl") or {}).get("p50")
+        if row.get("conc") and ttft_s and tpot_s:
+            found.append(Load(int(row["conc"]), min(ttft_s * 1e3, LONGEST_TTFT_MS), max(tpot_s * 1e3, 0.1)))
+    if not found:
+        raise CalibrationError("no point there has a concurrency, a TTFT and a TPOT")
+    return list(dict.fromkeys(found))
+
+
+def calibrate_loads(loads: Sequence[Load], progress: Callable[[Entry], None] = lambda entry: None) -> Calibration:
+    """Every load once, the light ones first. Raises CalibrationError when the client left no records."""
     entries = []
-    loads = sorted(((conc, itl) for conc in concurrencies for itl in itls_ms), key=lambda load: load[0] / load[1])
+    ordered = sorted(loads, key=lambda load: load.conc / load.itl_ms)
     with tempfile.TemporaryDirectory(prefix="baton-calibrate-") as folder:
-        for number, (conc, itl_ms) in enumerate(loads):
+        for number, load in enumerate(ordered):
             for attempt in range(ATTEMPTS):
                 raw = Path(folder) / f"{number}-{attempt}"
-                entry = measure(conc, ttft_ms, itl_ms, raw, requests=max(8, 3 * conc))
+                entry = measure(load.conc, load.ttft_ms, load.itl_ms, raw, requests=max(8, 3 * load.conc))
                 if entry.refused is None:
                     break
             entries.append(entry)

@@ -101,6 +101,14 @@ class Calibration(_Document):
 
         return min(honest, key=distance)
 
+    def joined(self, other: Calibration) -> Calibration:
+        """This, with the loads of an ``other`` one of the same machine and client that were not measured again."""
+        if (other.machine.get("id"), other.client) != (self.machine.get("id"), self.client):
+            return self
+        again = {(entry.conc, entry.ttft_ms, entry.itl_ms) for entry in self.entries}
+        kept = [entry for entry in other.entries if (entry.conc, entry.ttft_ms, entry.itl_ms) not in again]
+        return self.model_copy(update={"entries": (*kept, *self.entries)})
+
     def range_text(self) -> str:
         """For messages: the honest loads at the edge."""
         honest = [entry for entry in self.entries if entry.honest]

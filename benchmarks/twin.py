@@ -19,7 +19,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from benchmarks.cadence import Cadence, CadenceError, look
-from benchmarks.calibrate import ATTEMPTS, measure
+from benchmarks.calibrate import ATTEMPTS, LONGEST_TTFT_MS, measure
 from benchmarks.calibration import (
     MAX_QUEUE_MS,
     MAX_TPOT_ERROR,
@@ -38,8 +38,6 @@ FILE_NAME = "twin.json"
 # A request of a twin lasts about this long; fewer tokens at the same cadence say the same about the client.
 REQUEST_MS = 1500.0
 OSL_RANGE = (8, 64)
-# Waiting for a first token costs the client nothing: a twin does not wait as long as a slow server makes it.
-LONGEST_TTFT_MS = 500.0
 LOOK_TIMEOUT_S = 120.0
 LOOK_ISL, LOOK_OSL = 1024, 32
 

@@ -28,13 +28,18 @@ def calibrate(
         list[float] | None, typer.Option("--itl-ms", min=0.1, help="Scheduled ms between tokens; repeatable.")
     ] = None,
     ttft_ms: Annotated[float, typer.Option("--ttft-ms", min=0, help="Scheduled time to the first token.")] = 100.0,
+    twin: Annotated[
+        Path | None,
+        typer.Option("--twin", metavar="RUN", help="At the loads of this run's points, beside what is known already."),
+    ] = None,
     output: Annotated[
         Path | None, typer.Option("--output", "-o", help="File; default: .cache/calibration/<machine id>.json.")
     ] = None,
 ) -> int:
     """Measure the client itself on this machine, against a server that keeps an exact schedule."""
     from benchmarks import calibrate as measuring
-    from benchmarks.calibration import CalibrationError, machine_file, table
+    from benchmarks.calibration import Calibration, CalibrationError, machine_file, table
+    from benchmarks.store import source_rows
 
     concurrencies = concurrency or measuring.DEFAULT_CONCURRENCIES
     itls_ms = itl_ms or measuring.DEFAULT_ITLS_MS
@@ -43,7 +48,11 @@ def calibrate(
         print(".", end="", file=sys.stderr, flush=True)
 
     try:
-        found = measuring.calibrate(concurrencies, itls_ms, ttft_ms=ttft_ms, progress=progress)
+        if twin is None:
+            found = measuring.calibrate(concurrencies, itls_ms, ttft_ms=ttft_ms, progress=progress)
+        else:
+            loads = measuring.loads_of([row for _, row in source_rows(twin)])
+            found = measuring.calibrate_loads(loads, progress)
     except CalibrationError as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_INFRASTRUCTURE
@@ -56,7 +65,10 @@ def calibrate(
     if not any(entry.honest for entry in found.entries):
         print("error: no load was measured rightly; nothing is stored: it would forbid every result", file=sys.stderr)
         return EXIT_INVALID
-    print(found.write(output or machine_file(found.machine["id"])))
+    path = output or machine_file(found.machine["id"])
+    if twin is not None and path.exists():
+        found = found.joined(Calibration.read(path))
+    print(found.write(path))
     return EXIT_OK
 
 
