@@ -15,7 +15,6 @@ import torch.nn.functional as F
 
 from serve.engine.base import LayerKV
 from serve.engine.cpu_threads import threads_for
-from serve.engine.cpu_threads import threads_for
 from serve.engine.kv_cache import CachePlane, KVRegion
 from serve.engine.linear import Linear
 from serve.engine.loader import Loader
@@ -102,9 +101,6 @@ class LlamaModel:
         # What one sequence's attention reads in one layer, again for every new token.
         row_bytes = 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
         attention_bytes = max((span.start + span.count) * span.count * row_bytes for span in spans)
-        # What one sequence's attention reads in one layer, again for every new token.
-        row_bytes = 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
-        attention_bytes = max((span.start + span.count) * span.count * row_bytes for span in spans)
         x_NE = self.embed_VE[token_ids_N]
         for index, layer in enumerate(self.layers):
             cached = [by_layer[index] for by_layer in cached_SL]
@@ -158,7 +154,6 @@ class _Layer:
         q_NHD, k_NGD = turned_NHD.split((model.heads, model.kv_heads), dim=1)
         v_NGD = qkv_NO[:, self.q_rows + self.kv_rows :].view(-1, model.kv_heads, model.head_dim)
         with threads_for(attention_bytes, model.device):
-            with threads_for(attention_bytes, model.device):
             mixed_NO = self._attend(q_NHD, k_NGD, v_NGD, spans, cached, masks)
         x_NE = model.parallel.plus(self.out, mixed_NO, x_NE)
         return model.parallel.plus(self.mlp, F.rms_norm(x_NE, (model.hidden,), self.mlp_norm_E, model.eps), x_NE)
