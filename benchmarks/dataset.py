@@ -21,6 +21,8 @@ from configs.job import FixedSeqLenPoint
 MAX_WORDS = 4096
 MIN_WORDS = 64
 _FIT_ATTEMPTS = 32
+# tokenizer_class of a tokenizer.json that needs no code of its own.
+GENERAL_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 class DatasetError(ValueError):
@@ -50,11 +52,15 @@ class DatasetRequest:
 
 def load_tokenizer(model_dir: Path) -> ChatTokenizer:
     """The tokenizer of a model folder, from disk only. Raises DatasetError if there is none or it has no template."""
-    from transformers import AutoTokenizer
-
-    if not (model_dir / "tokenizer_config.json").is_file():
+    settings = model_dir / "tokenizer_config.json"
+    if not settings.is_file():
         raise DatasetError(f"{model_dir} has no tokenizer_config.json; stage the model's weights and tokenizer first")
-    tokenizer = AutoTokenizer.from_pretrained(str(model_dir), local_files_only=True)
+    if json.loads(settings.read_text()).get("tokenizer_class") in GENERAL_CLASSES:
+        # What AutoTokenizer would choose, without the 4 s that its import takes.
+        from transformers import PreTrainedTokenizerFast as Tokenizer
+    else:
+        from transformers import AutoTokenizer as Tokenizer
+    tokenizer = Tokenizer.from_pretrained(str(model_dir), local_files_only=True)
     if not getattr(tokenizer, "chat_template", None):
         raise DatasetError(
             f"the tokenizer in {model_dir} has no chat template; fixed-seq-len measures chat completions"

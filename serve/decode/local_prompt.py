@@ -37,9 +37,10 @@ class LocalPrompt:
 
     @cached_property
     def _template(self) -> Any:
-        from transformers import AutoTokenizer
+        # Not AutoTokenizer, which imports scipy and scikit-learn too, 4 s on a core: only the template is wanted of it.
+        from transformers import PreTrainedTokenizerFast
 
-        return AutoTokenizer.from_pretrained(self._model_dir, local_files_only=True)
+        return PreTrainedTokenizerFast.from_pretrained(self._model_dir, local_files_only=True)
 
     def _encode(self, request: GenerationRequest) -> list[int]:
         if request.prompt is not None:
