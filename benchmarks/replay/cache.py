@@ -12,7 +12,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 @dataclass(frozen=True)
 class Adapter:
-    """How an engine names what is counted. Counters in tokens; ``blocks`` is an info metric with labels."""
+    """How an engine names what it counts, in tokens; ``info`` has block_size and num_gpu_blocks as labels."""
 
     name: str
     queries: str
@@ -47,10 +47,10 @@ ADAPTERS = (
     ),
     Adapter(
         "baton",
-        "baton_prefix_cache_queries",
+        "baton_prompt_tokens",
         "baton_prefix_cache_hits",
         "baton_prompt_tokens",
-        "baton_generation_tokens",
+        "baton_output_tokens",
         "baton_requests",
         "baton_kv_cache_usage",
         "baton_cache_config_info",
@@ -140,7 +140,9 @@ def between(before: Mapping[str, str], after: Mapping[str, str], usage: Iterable
         last, first = read_page(page), read_page(before.get(url, ""))
         if last is not None and first is not None:
             pairs.append((url, first, last))
+    # Prompts are counted where they are prefilled, output where it is decoded; an aggregated server does both.
     caching = [pair for pair in pairs if pair[2].hits is not None and pair[2].queries is not None]
+    decoding = [pair for pair in pairs if pair not in caching]
 
     def grown(name: str, among: list[tuple[str, Reading, Reading]]) -> int:
         return round(math.fsum((getattr(b, name) or 0.0) - (getattr(a, name) or 0.0) for _, a, b in among))
@@ -153,9 +155,9 @@ def between(before: Mapping[str, str], after: Mapping[str, str], usage: Iterable
         metrics=sum(last.metrics for _, _, last in pairs),
         queries=grown("queries", caching) if caching else None,
         hits=grown("hits", caching) if caching else None,
-        prompt_tokens=grown("prompt_tokens", pairs),
-        generation_tokens=grown("generation_tokens", pairs),
-        requests=grown("requests", pairs),
+        prompt_tokens=grown("prompt_tokens", caching or pairs),
+        generation_tokens=grown("generation_tokens", decoding or pairs),
+        requests=grown("requests", caching or pairs),
         usage=max(levels, default=None),
         block_tokens=max(sizes, default=None),
         capacity_tokens=min(room, default=None),

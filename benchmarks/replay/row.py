@@ -45,12 +45,16 @@ class AgenticRow(RowIdentity):
     fidelity: dict[str, Any] = Field(description="See benchmarks.replay.fidelity.")
     submission: dict[str, Any] = Field(description="Whether the published benchmark's rules hold, and why not.")
     handoff_bytes: int | None = None
+    handoff_reuse: dict[str, int] | None = Field(
+        default=None, description="What prefill did not send because decode still held it: bytes and tokens."
+    )
     client_error: dict[str, Any] | None = None
 
     OPTIONAL = RowIdentity.OPTIONAL | {
         "kv_offload_backend",
         "allocated_cpu_dram_gb",
         "handoff_bytes",
+        "handoff_reuse",
         "kv_cache_pool_tokens",
     }
 
@@ -96,6 +100,7 @@ def agentic_row(
         fidelity=fidelity.as_dict(),
         submission=submission,
         handoff_bytes=handoff_bytes,
+        handoff_reuse=_reuse(good, prefill_stages),
         client_error=client_error,
     )
 
@@ -239,6 +244,15 @@ def _server_metrics(
         },
         "sources": list(cache.sources),
     }
+
+
+def _reuse(good: Sequence[RequestRecord], prefill_stages: Sequence[Record]) -> dict[str, int] | None:
+    answered = {record.request_id for record in good}
+    told = [stage for stage in prefill_stages if stage["request_id"] in answered and "bytes_saved" in stage]
+    if not told:
+        return None
+    names = {"bytes_saved": "bytes_saved", "held_tokens": "held_tokens", "bytes_sent": "bytes"}
+    return {ours: sum(int(stage.get(name) or 0) for stage in told) for ours, name in names.items()}
 
 
 def _inverse(values: Sequence[float]) -> Statistics | None:

@@ -84,6 +84,8 @@ class Chunk:
     queue_ms: float | None
     prefix: Prefix | None = None
     """With the first chunk."""
+    cached_tokens: int | None = None
+    """Of the prompt, found in the prefix cache; with the first chunk."""
 
     @property
     def is_first(self) -> bool:
@@ -126,6 +128,7 @@ class _Tracked:
     prefix: Prefix | None = None
     block_ids: list[list[int]] = field(default_factory=list)
     first_scheduled_s: float | None = None
+    cached_tokens: int = 0
     planned_tokens: int = 0
 
     @property
@@ -176,6 +179,7 @@ class HandoffPlanner:
             tracked = self._tracked.get(new.req_id)
             if tracked is not None:
                 tracked.block_ids = [list(group) for group in new.block_ids]
+                tracked.cached_tokens = new.num_computed_tokens
                 chunks.append(self._advance(tracked, new.num_computed_tokens + scheduled.get(new.req_id, 0)))
         cached = scheduler_output.scheduled_cached_reqs
         for index, key in enumerate(cached.req_ids):
@@ -206,6 +210,7 @@ class HandoffPlanner:
             block_ids=tuple(tuple(group) for group in tracked.block_ids),
             queue_ms=(tracked.first_scheduled_s - tracked.arrived_s) * 1e3,
             prefix=tracked.prefix if start == 0 else None,
+            cached_tokens=tracked.cached_tokens if start == 0 else None,
         )
 
     def finished(self, request: Any) -> dict[str, Any] | None:

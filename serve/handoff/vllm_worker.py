@@ -91,6 +91,8 @@ class _Run:
     request_id: str
     queue_ms: float | None
     started_s: float
+    prompt_tokens: int | None = None
+    cached_tokens: int | None = None
     staged_tokens: int = 0
     chunks: int = 0
     computed_s: float | None = None
@@ -149,7 +151,7 @@ class HandoffStreamer:
         """Whether the chunk belongs to a hand-off that is still alive; opens it with its first chunk."""
         params = chunk.params
         if chunk.is_first:
-            opened = _Run(params.request_id, chunk.queue_ms, self._clock())
+            opened = _Run(params.request_id, chunk.queue_ms, self._clock(), chunk.total_tokens, chunk.cached_tokens)
             with self._lock:
                 self._runs[params.handoff_id] = opened
             self._sender.open(
@@ -271,6 +273,8 @@ class HandoffStreamer:
                 "source": "prefill",
                 "request_id": run.request_id,
                 "handoff_id": handoff_id,
+                "prompt_tokens": run.prompt_tokens,
+                "cached_tokens": run.cached_tokens,
                 "prefill_queue_ms": run.queue_ms,
                 "prefill_compute_ms": None if computed_s is None else (computed_s - run.started_s) * 1e3,
                 "reserve_ms": timings.get("reserve_ms"),

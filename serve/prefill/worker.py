@@ -141,8 +141,8 @@ class PrefillWorker:
             end = min(start + self._chunk_tokens, length)
             if self._streamer is not None and handoff is not None:
                 # The rows that are there already go with the first chunk, as after a hit of vLLM's prefix cache.
-                first = start == cached
-                chunk = Chunk(handoff, length, 0 if first else start, end, (), queue_ms, prefix if first else None)
+                opening = (prefix, cached) if start == cached else (None, None)
+                chunk = Chunk(handoff, length, 0 if start == cached else start, end, (), queue_ms, *opening)
                 self._streamer.begin_step(StepPlan((chunk,)))
             next(computed)
             self._cached = token_ids[:end]

@@ -183,6 +183,15 @@ def test_the_servers_counters_are_read_from_their_pages():
     assert cache.between({"r": other}, {"r": other}).hit_rate is None
 
 
+def test_prompts_are_counted_at_prefill_and_output_at_decode():
+    def pages(prompts: int, hits: int, output: int) -> dict[str, str]:
+        prefill = f"baton_prompt_tokens_total {prompts}\nbaton_prefix_cache_hits_total {hits}\n"
+        return {"p": prefill, "d": f"baton_prompt_tokens_total {prompts}\nbaton_output_tokens_total {output}\n"}
+
+    found = cache.between(pages(10, 0, 5), pages(110, 40, 25))
+    assert (found.hit_rate, found.prompt_tokens, found.generation_tokens) == (0.4, 100, 20)
+
+
 @pytest.mark.parametrize(
     ("shared", "prompt", "block", "hit"),
     [(300, 301, 128, 256), (300, 300, 1, 299), (256, 256, 128, 128), (5, 9, 32, 0)],

@@ -134,6 +134,7 @@ def test_a_sessions_next_turn_is_neither_computed_nor_sent_again(servers: Server
 
     sent = {record["handoff_id"]: record for record in servers.stages("serve.prefill_server.jsonl")}
     assert [sent[turn]["held_tokens"] for turn in ("turn1", "turn2")] == [0, 95]
+    assert [sent[turn]["cached_tokens"] for turn in ("turn1", "turn2")] == [0, 99]
     assert 0 < sent["turn2"]["bytes"] * 95 == sent["turn2"]["bytes_saved"] * (100 + TOKENS + 20 - 95)
     assert b"baton_prefix_cache_hits_total 99.0" in servers.get(servers.prefill + "/metrics")
 

@@ -150,7 +150,7 @@ def test_the_rows_of_a_prefix_hit_come_with_the_first_chunk() -> None:
     planner.track(request(tokens=40, kv=params()))
     plan = planner.plan(step(new=(first("v1", 8, [7, 8, 9], computed=32),)))
     assert ranges(plan) == [(0, 40, True)]
-    assert plan.chunks[0].block_ids == ((7, 8, 9),)
+    assert plan.chunks[0].block_ids == ((7, 8, 9),) and plan.chunks[0].cached_tokens == 32
 
 
 @pytest.mark.parametrize("flags", [False, True])
