@@ -67,6 +67,7 @@ AGENTIC_METRICS = (
     Metric("output_tput_per_gpu", "tok/s", _member("request_metrics/throughput/per_gpu/output_tput_tps"), True),
     Metric("p50_ttft", "s", _member("request_metrics/latency/ttft/p50"), False),
     Metric("p50_itl", "s", _member("request_metrics/latency/itl/p50"), False),
+    Metric("cache_hit_rate", "", _member("server_metrics/cache/overall_cache_hit_rate"), True),
 )
 EVAL_SCORES = ("em_strict", "em_flexible")
 

@@ -41,6 +41,23 @@ _IDENTITY = [
     "num_decode_gpu",
     "conc",
 ]
+# Any other number at the top of an agentic row would be shown as a metric; ours go along inside these.
+_AGENTIC = [
+    "scenario_type",
+    "kv_offloading",
+    "kv_offload_backend",
+    "allocated_cpu_dram_gb",
+    "num_requests_total",
+    "num_requests_successful",
+    "request_accounting",
+    "dataset",
+    "request_metrics",
+    "server_metrics",
+    "kv_cache_pool_tokens",
+    "fidelity",
+    "handoff_reuse",
+    "submission",
+]
 _ROLE = re.compile(r"^((prefill|decode)_)?(tp|pp|dcp_size|pcp_size|ep|dp_attention|num_workers)$")
 _METRIC = re.compile(r"^(mean|median|std|p90|p99|p99\.9)_(ttft|tpot|itl|e2el|intvty)$")
 _THROUGHPUT = ("isl", "osl", "num_requests_total", "num_requests_successful", "tput_per_gpu")
@@ -80,8 +97,8 @@ def export(source: Path, target: Path) -> list[str]:
 def published_row(row: Row) -> Row:
     """The row in InferenceX's definitions and with its members only."""
     if "request_metrics" in row:
-        ours = {"key", "point", "scenario", "verdict", "provenance", "versions", "client_error", "definitions_version"}
-        return {name: value for name, value in row.items() if name not in ours}
+        kept = {name: row[name] for name in (*_IDENTITY, *_AGENTIC) if name in row}
+        return kept | {name: value for name, value in row.items() if _ROLE.match(name)}
     kept = {name: row[name] for name in (*_IDENTITY, *_THROUGHPUT) if name in row}
     kept |= {name: value for name, value in row.items() if _ROLE.match(name) or _METRIC.match(name)}
     both = bool(row.get("disagg"))

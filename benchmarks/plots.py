@@ -61,6 +61,11 @@ def measured(rows: Iterable[Row]) -> list[Row]:
     return [row for row in rows if row.get("scenario") == "fixed-seq-len" and "median_tpot" in row]
 
 
+def shape_name(row: Row) -> str:
+    """What was sent: input/output lengths, or the corpus of a replay."""
+    return f"{row['isl']}/{row['osl']}" if row.get("isl") else str((row.get("dataset") or {}).get("name", "replay"))
+
+
 def series_name(row: Row) -> str:
     """One line a framework, hardware and precision, with the speculation depth where there is one, and the topology."""
     name = f"{row['framework']} / {row['hw']} / {row['precision']}"
@@ -178,7 +183,7 @@ def stage_figure(pairs: Sequence[tuple[Row, dict[str, Any]]]) -> Figure:
 
 
 def _stage_label(row: Row, others: Sequence[Row]) -> str:
-    label = f"{row['isl']}/{row['osl']}, c{row['conc']}"
+    label = f"{shape_name(row)}, c{row['conc']}"
     if len({series_name(other) for other in others}) > 1:
         label = f"{series_name(row)}\n{label}"
     return label if row["verdict"]["valid"] else f"{label} (not valid)"

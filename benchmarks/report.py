@@ -28,6 +28,7 @@ from benchmarks.verdict import Reason, ReasonCode, Verdict
 from configs.job import FixedSeqLenPoint, GsmEvalPoint, JobSpec, PointSpec
 
 Row = dict[str, Any]
+MEASURED = ("fixed-seq-len", "agentic-coding")
 _MS: Callable[[Any], str] = lambda value: f"{value * 1e3:.1f}"  # noqa: E731
 _RATE: Callable[[Any], str] = lambda value: f"{value:.1f}"  # noqa: E731
 
@@ -47,6 +48,26 @@ THROUGHPUT_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "median_tpot": ("TPOT p50 ms", _MS),
     "p99_tpot": ("TPOT p99 ms", _MS),
     "num_requests_successful": ("answered", str),
+}
+_SHARE: Callable[[Any], str] = lambda value: f"{value:.1%}"  # noqa: E731
+_LATENCY, _PER_GPU = "request_metrics/latency", "request_metrics/throughput/per_gpu"
+# Members of InferenceX's nested row: slashes go inwards.
+REPLAY_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
+    "framework": ("framework", str),
+    "hw": ("hw", str),
+    "dataset/name": ("corpus", str),
+    "conc": ("conc", str),
+    "fidelity/sessions_started": ("sessions", str),
+    "fidelity/turns_sent": ("turns", str),
+    f"{_PER_GPU}/output_tput_tps": ("output tok/s/GPU", _RATE),
+    f"{_PER_GPU}/total_tput_tps": ("total tok/s/GPU", _RATE),
+    f"{_LATENCY}/intvty/p50": ("tok/s/user", _RATE),
+    f"{_LATENCY}/ttft/p50": ("TTFT p50 ms", _MS),
+    f"{_LATENCY}/ttft/p95": ("TTFT p95 ms", _MS),
+    f"{_LATENCY}/itl/p50": ("ITL p50 ms", _MS),
+    "request_metrics/cache/theoretical_cache_hit_rate": ("cache hits possible", _SHARE),
+    "server_metrics/cache/overall_cache_hit_rate": ("cache hits measured", _SHARE),
+    "dataset/sessions_dropped_by_context": ("sessions too long", str),
 }
 EVAL_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "framework": ("framework", str),
@@ -94,7 +115,7 @@ def write_report(run_dir: Path, *, recompute: bool = False) -> Path:
     rows = [each.row for each in collected]
     write_rows(rows, run_dir / "rows.json")
     summary(rows).to_csv(run_dir / "summary.csv", index=False)
-    explained = [(each.row, each.stages) for each in collected if each.stages and "isl" in each.row]
+    explained = [(each.row, each.stages) for each in collected if each.stages and each.row["scenario"] in MEASURED]
     for stale in (run_dir / "plots").glob("*.png"):
         stale.unlink()
     figures = plots.draw_all(rows, explained, run_dir / "plots")
@@ -110,12 +131,12 @@ def summary(rows: Sequence[Row]) -> Any:
     """A pandas DataFrame with one line a point: what it is, its headline figures, valid and the reason codes."""
     import pandas as pd
 
-    names = list(dict.fromkeys(["key", "scenario", "point", *THROUGHPUT_COLUMNS, *EVAL_COLUMNS]))
+    names = list(dict.fromkeys(["key", "scenario", "point", *THROUGHPUT_COLUMNS, *REPLAY_COLUMNS, *EVAL_COLUMNS]))
     records = []
     for row in rows:
         reasons = " ".join(reason["code"] for reason in row["verdict"]["reasons"])
         records.append(
-            {**{name: row.get(name) for name in names}, "valid": row["verdict"]["valid"], "reasons": reasons}
+            {**{name: member(row, name) for name in names}, "valid": row["verdict"]["valid"], "reasons": reasons}
         )
     return pd.DataFrame.from_records(records, columns=[*names, "valid", "reasons"])
 
@@ -133,10 +154,14 @@ def markdown(
         " tokens - 1), tok/s/user = 1 / median TPOT, per-GPU figures divide by all GPUs."
     )
     throughput = [row for row in rows if row["scenario"] == "fixed-seq-len"]
-    evals = [row for row in rows if row["scenario"] != "fixed-seq-len"]
+    replays = [row for row in rows if row["scenario"] == "agentic-coding"]
+    evals = [row for row in rows if row["scenario"] not in MEASURED]
     if throughput:
         parts += ["## Throughput and latency", _table(throughput, THROUGHPUT_COLUMNS)]
         parts += [f"![{Path(figure).stem}]({figure})" for figure in figures if "stages" not in figure]
+    if replays:
+        parts += ["## Agentic replay", _table(replays, REPLAY_COLUMNS)]
+        parts += [_submission(row) for row in replays if row.get("submission")]
     if explained:
         parts += ["## Where the time to first token goes", _stage_table(explained)]
         parts += [f"![{Path(figure).stem}]({figure})" for figure in figures if "stages" in figure]
@@ -203,11 +228,26 @@ def _assemble(spec: JobSpec, point: PointSpec, folder: Path) -> PointResult:
     return agentx.assemble(spec, point, folder)
 
 
+def member(row: Row, path: str) -> Any:
+    """The member of a nested row that ``path`` names, None when there is none."""
+    value: Any = row
+    for name in path.split("/"):
+        value = value.get(name) if isinstance(value, dict) else None
+    return value
+
+
+def _submission(row: Row) -> str:
+    if row["submission"]["valid"]:
+        return f"{row['point']} keeps the rules of the published benchmark."
+    reasons = "; ".join(row["submission"]["reasons"])
+    return f"{row['point']} cannot be submitted to the published benchmark: {reasons}."
+
+
 def _table(rows: Iterable[Row], columns: dict[str, tuple[str, Callable[[Any], str]]]) -> str:
     header = [label for label, _ in columns.values()] + ["valid"]
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for row in rows:
-        cells = ["" if row.get(name) is None else show(row[name]) for name, (_, show) in columns.items()]
+        cells = ["" if member(row, name) is None else show(member(row, name)) for name, (_, show) in columns.items()]
         codes = ", ".join(reason["code"] for reason in row["verdict"]["reasons"])
         lines.append("| " + " | ".join([*cells, "yes" if row["verdict"]["valid"] else f"**no**: {codes}"]) + " |")
     return "\n".join(lines)
@@ -221,7 +261,7 @@ def _stage_table(explained: Sequence[tuple[Row, dict[str, Any]]]) -> str:
     for row, stage in explained:
         means = [f"{stage[name]['mean']:.2f}" if stage.get(name) else "" for name in names]
         share = stage["unexplained_fraction"]
-        cells = [f"{plots.series_name(row)}, {row['isl']}/{row['osl']} c{row['conc']}", *means]
+        cells = [f"{plots.series_name(row)}, {plots.shape_name(row)} c{row['conc']}", *means]
         cells += [f"{stage['ttft_ms']['mean']:.2f}", "" if share is None else f"{share:.1%}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)

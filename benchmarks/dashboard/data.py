@@ -220,8 +220,19 @@ def _series(row: Row) -> str:
 
 
 def _cached(row: Row) -> float | None:
+    replayed = _at(row, "request_metrics/cache/client_cache_hit_rate")
+    if replayed is not None:
+        return float(replayed)
     total = row.get("total_input_tokens")
     return row["cached_input_tokens"] / total if total and row.get("cached_input_tokens") is not None else None
+
+
+def _submission(row: Row) -> str | None:
+    """Whether the published benchmark would take a replay, or why not."""
+    found = row.get("submission")
+    if not isinstance(found, Mapping):
+        return None
+    return "keeps the published rules" if found.get("valid") else "; ".join(map(str, found.get("reasons") or ()))
 
 
 _THROUGHPUT = "request_metrics/throughput/per_gpu/"
@@ -260,6 +271,11 @@ _COLUMNS: dict[str, Callable[[Row], Any]] = {
         "server_cache_hit_rate",
     ),
     "cache_theory": _number("request_metrics/cache/theoretical_cache_hit_rate", "theoretical_cache_hit_rate"),
+    "cache_achievable": _number("request_metrics/cache/achievable_cache_hit_rate"),
+    "sessions": _number("fidelity/sessions_started"),
+    "sessions_too_long": _number("dataset/sessions_dropped_by_context"),
+    "turn_lag_ms": _number("fidelity/lag_ms/median"),
+    "submission": lambda row: _submission(row),
     "task": _text("task"),
     "em_strict": _number("em_strict"),
     "em_strict_se": _number("em_strict_se"),
