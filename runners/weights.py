@@ -56,7 +56,7 @@ async def stage(spec: JobSpec) -> Path:
         await _make(spec, convert_command(model, source, target), f"converting {source} to {target}")
     elif isinstance(model.weights, GeneratedWeights):
         await _make(spec, generate_command(model, target), f"generating {target}")
-    await asyncio.to_thread(check_manifest, target, model.architecture)
+    await asyncio.to_thread(check_manifest, target, model.architecture, model.context_length)
     return target
 
 
@@ -216,10 +216,11 @@ async def _make(
         raise WeightsError(f"{what}: its process {maker.exited.result().describe()}: {last}", log=log)
 
 
-def check_manifest(folder: Path, architecture: Architecture | None = None) -> None:
+def check_manifest(folder: Path, architecture: Architecture | None = None, context_length: int | None = None) -> None:
     """Config, tokenizer and every tensor byte are there and, given the architecture, the model is the right one.
 
-    Reads headers only. Raises WeightsError.
+    ``context_length`` in tokens is what the checkpoint must have positions for. Reads headers only. Raises
+    WeightsError.
     """
     if not folder.is_dir():
         raise WeightsError(f"{folder}: no such folder; put the checkpoint there or change the model's weights")
@@ -228,6 +229,12 @@ def check_manifest(folder: Path, architecture: Architecture | None = None) -> No
         raise WeightsError(f"{folder}: no tokenizer; expected one of {', '.join(TOKENIZER_FILES)}")
     if architecture is not None:
         _check_architecture(folder / "config.json", config, architecture)
+    positions = config.get("max_position_embeddings")
+    if context_length is not None and isinstance(positions, int) and positions < context_length:
+        raise WeightsError(
+            f"{folder / 'config.json'}: max_position_embeddings is {positions}, context-length of the model file is "
+            f"{context_length}; correct the model file"
+        )
     index = folder / INDEX_FILE
     if not index.is_file():
         check_safetensors(folder / SINGLE_FILE)
@@ -267,10 +274,13 @@ def _check_architecture(path: Path, config: dict[str, Any], architecture: Archit
     wanted = {key: getattr(architecture, ours) for ours, key in _CONFIG_KEYS.items()}
     wanted["model_type"] = architecture.family
     wanted["num_attention_heads"] = architecture.attention.heads
+    quantization = config.get("quantization_config") or {}
+    found = {**config, "weight_block_size": quantization.get("weight_block_size")}
+    wanted["weight_block_size"] = list(architecture.fp8_block) if architecture.fp8_block else None
     for key, value in wanted.items():
-        if config.get(key) != value:
+        if found.get(key) != value:
             raise WeightsError(
-                f"{path}: {key} is {config.get(key)!r}, the model file says {value!r}; "
+                f"{path}: {key} is {found.get(key)!r}, the model file says {value!r}; "
                 "this is another checkpoint, or the model file is wrong"
             )
 

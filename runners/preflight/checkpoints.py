@@ -72,7 +72,7 @@ def weights_present(spec: JobSpec, at: At) -> Iterator[Finding]:
             from_hub = isinstance(model.weights, HubWeights)  # downloaded before a job is submitted
             weights.gguf_file(model, weights.hub_dir(spec), must_exist=not from_hub)
         elif isinstance(model.weights, PathWeights):
-            weights.check_manifest(folder, model.architecture)
+            weights.check_manifest(folder, model.architecture, model.context_length)
     except JobFailure as reason:
         fix = "make the file available as said, or change weights in the model's file"
         yield MISSING.at(f"model {spec.model}", reason.message, fix)

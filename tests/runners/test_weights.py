@@ -88,10 +88,21 @@ def test_index_must_be_covered_by_its_shards(checkpoint: Path) -> None:
         check_manifest(checkpoint)
 
 
-def test_another_models_checkpoint_is_refused(checkpoint: Path) -> None:
-    (checkpoint / "config.json").write_text(json.dumps({**MODEL_CONFIG, "num_hidden_layers": 3}))
-    with pytest.raises(WeightsError, match="num_hidden_layers is 3, the model file says 2"):
-        check_manifest(checkpoint, MODEL.architecture)
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        ({"num_hidden_layers": 3}, "num_hidden_layers is 3, the model file says 2"),
+        (
+            {"quantization_config": {"weight_block_size": [128, 128]}},
+            r"weight_block_size is \[128, 128\], the model file says None",
+        ),
+        ({"max_position_embeddings": 64}, "max_position_embeddings is 64, context-length of the model file is 128"),
+    ],
+)
+def test_another_models_checkpoint_is_refused(checkpoint: Path, config: dict[str, object], reason: str) -> None:
+    (checkpoint / "config.json").write_text(json.dumps({**MODEL_CONFIG, **config}))
+    with pytest.raises(WeightsError, match=reason):
+        check_manifest(checkpoint, MODEL.architecture, MODEL.context_length)
 
 
 def test_wheel_that_is_not_installed_or_another_version_says_what_to_install() -> None:
