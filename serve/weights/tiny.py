@@ -13,15 +13,15 @@ import json
 import math
 import sys
 from collections.abc import Iterator, Mapping
+from importlib import metadata
 from pathlib import Path
-from typing import Any
-
-import torch
-from safetensors.torch import save_file
+from typing import TYPE_CHECKING, Any
 
 from serve.handoff.layout import indexer_layers
 from serve.weights.atomic_dir import StagingError, build_directory
-from serve.weights.index import SINGLE_FILE
+
+if TYPE_CHECKING:
+    import torch
 
 VERSION = 2
 ONSETS, VOWELS, CODAS = "bdklmnprst", "aeio", "nrs"
@@ -92,7 +92,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 
 def build(out: Path, model: str, seed: int) -> Path:
     """``out`` with the checkpoint in it, complete or absent. Raises StagingError, KeyError for an unknown model."""
-    identity = {"generated": model, "seed": seed, "version": VERSION, "torch": torch.__version__}
+    identity = {"generated": model, "seed": seed, "version": VERSION, "torch": metadata.version("torch")}
 
     def write(partial: Path) -> None:
         write_checkpoint(partial, CONFIGS[model], seed)
@@ -102,6 +102,12 @@ def build(out: Path, model: str, seed: int) -> Path:
 
 def write_checkpoint(directory: Path, config: Mapping[str, Any], seed: int) -> None:
     """config.json, model.safetensors and the tokenizer files of one random model."""
+    # Here, since every job asks for its weights and most find them made.
+    import torch
+    from safetensors.torch import save_file
+
+    from serve.weights.index import SINGLE_FILE
+
     directory.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
     weights = {name: _values(name, shape, generator) for name, shape in tensor_shapes(config)}
@@ -172,6 +178,8 @@ def _indexer_shapes(config: Mapping[str, Any]) -> Iterator[tuple[str, tuple[int,
 
 def _values(name: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
     """Norms near one, biases near zero, matrices that keep the size of what they multiply."""
+    import torch
+
     values = torch.randn(shape, generator=generator)
     if name.endswith("bias"):
         return values * 0.3
