@@ -189,6 +189,7 @@ class Router:
                     **names,
                     "prompt_token_ids": first.prompt_token_ids,
                     "first_token_id": first.token_id,
+                    **({} if first.cached_tokens is None else {"cached_tokens": first.cached_tokens}),
                 }
                 status = await self.stream(exchange, generation, decode, generation.decode_body(taken), record)
                 reason = "" if status == 200 else f"decode answered {status}"

@@ -162,6 +162,7 @@ def _tuning(args: VllmArgs) -> tuple[str, ...]:
         *flag("gpu-memory-utilization", args.gpu_memory_utilization),
         *flag("kv-cache-dtype", None if args.kv_cache_dtype == "auto" else args.kv_cache_dtype),
         *switch("enable-prefix-caching", args.enable_prefix_caching),
+        "--enable-prompt-tokens-details",  # usage then says what of a prompt came from the prefix cache
         *flag("quantization", args.quantization),
         *flag("trust-remote-code", args.trust_remote_code),
         *flag("reasoning-parser", args.reasoning_parser),

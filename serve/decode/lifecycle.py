@@ -191,6 +191,7 @@ class Lifecycle:
             include_usage=request.include_usage,
             continuous_usage_stats=request.continuous_usage_stats,
             return_token_ids=request.return_token_ids,
+            cached_tokens=None if request.handoff is None else request.handoff.cached_tokens,
         )
         reply = StreamReply(self._http, answer, self._headers) if request.stream else JsonReply(answer, self._headers)
         self._reply = reply

@@ -23,6 +23,14 @@ class FirstToken:
     document: dict[str, Any]
 
     @property
+    def cached_tokens(self) -> int | None:
+        """Prompt tokens that prefill found in its cache; None where its ``usage`` does not tell."""
+        usage = self.document.get("usage")
+        details = usage.get("prompt_tokens_details") if isinstance(usage, dict) else None
+        cached = details.get("cached_tokens") if isinstance(details, dict) else None
+        return cached if type(cached) is int and 0 <= cached <= self.prompt_tokens else None
+
+    @property
     def prompt_tokens(self) -> int:
         """Length of the prompt, in tokens."""
         return len(self.prompt_token_ids)

@@ -71,6 +71,8 @@ class HandoffParams:
     request_id: str
     prompt_token_ids: tuple[int, ...]
     first_token_id: int
+    cached_tokens: int | None = None
+    """Of the prompt, found in prefill's cache: for ``usage`` alone."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +166,7 @@ def parse_handoff(value: Any, *, max_model_len: int) -> HandoffParams | None:
             params.get("prompt_token_ids"), prefix + "prompt_token_ids", max_length=max_model_len
         ),
         first_token_id=first,
+        cached_tokens=fields.integer(params, "cached_tokens", None, low=0, high=max_model_len, prefix=prefix),
     )
 
 

@@ -22,13 +22,16 @@ _HOLE_JSON = orjson.dumps(_HOLE)
 FinishReason = Literal["stop", "length"]
 
 
-def usage_block(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    """OpenAI's ``usage`` object."""
-    return {
+def usage_block(prompt_tokens: int, completion_tokens: int, cached_tokens: int | None = None) -> dict[str, Any]:
+    """OpenAI's ``usage`` object; ``cached_tokens`` of the prompt were not computed anew, None where nobody knows."""
+    usage: dict[str, Any] = {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
         "total_tokens": prompt_tokens + completion_tokens,
     }
+    if cached_tokens is not None:
+        usage["prompt_tokens_details"] = {"cached_tokens": cached_tokens}
+    return usage
 
 
 def response_id(endpoint: Endpoint, request_id: str) -> str:
@@ -49,9 +52,11 @@ class Answer:
         include_usage: bool = False,
         continuous_usage_stats: bool = False,
         return_token_ids: bool = False,
+        cached_tokens: int | None = None,
     ) -> None:
         self._chat = endpoint is Endpoint.CHAT
         self._prompt_token_ids = prompt_token_ids
+        self._cached_tokens = cached_tokens
         self._include_usage = include_usage
         self._return_token_ids = return_token_ids
         self._plain = not (continuous_usage_stats or return_token_ids)
@@ -65,9 +70,9 @@ class Answer:
         self.completion_tokens = 0
 
     @property
-    def usage(self) -> dict[str, int]:
+    def usage(self) -> dict[str, Any]:
         """Usage up to now."""
-        return usage_block(len(self._prompt_token_ids), self.completion_tokens)
+        return usage_block(len(self._prompt_token_ids), self.completion_tokens, self._cached_tokens)
 
     def token_event(self, text: str, token_id: int) -> bytes:
         """The event of one output token; the first brings the role event with it, in the same bytes.

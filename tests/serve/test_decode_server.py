@@ -59,6 +59,12 @@ async def test_a_json_answer(server, engine, endpoint):
     assert list(engine.injected.values()) == [2 * 2 * 2 * 2 * 16]
 
 
+async def test_usage_says_what_prefill_had_in_its_cache(server):
+    params = await server.handoff("ab", first="c")
+    _, document = await server.post(Endpoint.CHAT.value, body(Endpoint.CHAT, params | {"cached_tokens": 1}))
+    assert document["usage"]["prompt_tokens_details"] == {"cached_tokens": 1}
+
+
 @BOTH
 async def test_a_stream_has_one_write_a_token_and_the_role_in_the_first(server, engine, endpoint):
     engine.hold()

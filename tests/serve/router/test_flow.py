@@ -8,7 +8,16 @@ import json
 import pytest
 from aiohttp import web
 
-from tests.serve.router.fakes import FIRST_TOKEN_ID, PROMPT_TOKEN_IDS, event, event_stream, eventually, post, talk
+from tests.serve.router.fakes import (
+    FIRST_TOKEN_ID,
+    PROMPT_TOKEN_IDS,
+    event,
+    event_stream,
+    eventually,
+    hop_1,
+    post,
+    talk,
+)
 
 BOTH = pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 
@@ -49,6 +58,22 @@ async def test_the_two_hops(start, path):
     for hop in (hop_1, hop_2):
         assert (hop.headers["x-request-id"], hop.headers["x-tenant"]) == ("r-1", "t")
     assert response.headers["x-request-id"] == "r-1"
+
+
+@BOTH
+@pytest.mark.parametrize(("told", "passed"), [(2, 2), (99, None), ("2", None), (None, None)])
+async def test_what_prefill_had_in_its_cache_is_passed_to_decode_for_its_usage(start, path, told, passed):
+    stack = await start()
+
+    async def cached(request):
+        document = hop_1(request.path, "length")
+        document["usage"]["prompt_tokens_details"] = {"cached_tokens": told}
+        return web.json_response(document)
+
+    stack.prefill.answer = cached
+    async with stack.generate(path) as response:
+        await response.read()
+    assert stack.decode.seen[0].json["kv_transfer_params"].get("cached_tokens") == passed
 
 
 async def test_hop_2_is_the_clients_body_byte_for_byte(start):
