@@ -72,6 +72,11 @@ class Page:
         await self.call("Page.navigate", url=url)
         return int(await self.until("document.documentElement?.dataset.ready"))
 
+    async def main_thread_s(self) -> float:
+        """Processor seconds that the page's main thread has used since it was opened: what others run is not in it."""
+        found = await self.call("Performance.getMetrics")
+        return float({metric["name"]: metric["value"] for metric in found["metrics"]}["ThreadTime"])
+
     async def click(self, selector: str) -> None:
         """A real mouse click in the middle of the element."""
         x, y = await self.place(selector)
@@ -126,7 +131,7 @@ async def browser() -> AsyncIterator[Page]:
                     tab = next(each for each in await answer.json() if each["type"] == "page")
                 async with session.ws_connect(tab["webSocketDebuggerUrl"], max_msg_size=1 << 27) as socket:
                     page = Page(socket)
-                    for domain in ("Page", "Runtime", "Network"):
+                    for domain in ("Page", "Runtime", "Network", "Performance"):
                         await page.call(f"{domain}.enable")
                     yield page
         finally:

@@ -152,9 +152,11 @@ async def test_a_phone_in_the_dark(page: Page, report: str) -> None:
 async def test_five_thousand_points_open_within_two_seconds(page: Page, make_spec, tmp_path: Path) -> None:
     path = write_page([large_results(tmp_path, make_spec, 5000)], tmp_path / "large.html", "large")
     assert path.stat().st_size < 6_000_000
-    # The best of three: the machine that runs the tests may be busy with others.
-    times: list[int] = []
-    while len(times) < 3 and min(times, default=2000) >= 2000:
+    # The first opening counts, with nothing compiled yet. It is all on the main thread, whose time does not grow with
+    # what else runs; that the page waits for nothing besides is seen by the clock, once the machine leaves it alone.
+    times = [await page.open(path.as_uri())]
+    assert await page.main_thread_s() < 2
+    while len(times) < 3 and min(times) >= 2000:
         times.append(await page.open(path.as_uri()))
     assert "5000 points, 520 not valid" in await page.run("document.querySelector('#summary').textContent")
     assert await shown(page) > 4000 and min(times) < 2000, times

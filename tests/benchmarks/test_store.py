@@ -84,16 +84,24 @@ def test_what_is_no_source_is_named(tmp_path: Path) -> None:
 
 
 def test_a_hundred_thousand_rows_load_within_two_seconds(results: Path) -> None:
+    """From the parquet file, and with one run more than that has: in processor time, which others cannot lengthen."""
     row = json.loads((results / "20260101-a/rows.json").read_text())[0]
-    for run in range(50):
-        folder = results / f"big-{run:02d}"
-        folder.mkdir()
+
+    def add(name: str) -> None:
+        (results / name).mkdir()
         text = ",".join(json.dumps({**row, "conc": conc}) for conc in range(20))
-        (folder / "rows.json").write_text(f"[{','.join([text] * 100)}]")
+        (results / name / "rows.json").write_text(f"[{','.join([text] * 100)}]")
+
+    def timed() -> tuple[int, float]:
+        started = time.process_time()
+        return len(load(results)), time.process_time() - started
+
+    for run in range(49):
+        add(f"big-{run:02d}")
     load(results)
-    started = time.perf_counter()
-    frame = load(results)
-    assert len(frame) == 100_004 and time.perf_counter() - started < 2
+    add("big-49")
+    for rows, seconds in (timed(), timed()):
+        assert rows == 100_004 and seconds < 2
 
 
 def test_provenance_names_commit_machine_and_images(make_spec, tmp_path: Path) -> None:
