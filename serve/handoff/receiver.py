@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 import xxhash
 
 from serve.handoff.arena import Arena
-from serve.handoff.held import HeldPrefixes
+from serve.handoff.held import HeldPrefix, HeldPrefixes
 from serve.handoff.layout import KVLayout
 from serve.handoff.listener import ControlListener
 from serve.handoff.pool import BufferPool
@@ -37,6 +37,8 @@ from serve.handoff.transport import Transport
 log = logging.getLogger(__name__)
 
 VERIFY_THREADS = 2
+
+T = TypeVar("T")
 
 
 class ReceivedSlot:
@@ -124,6 +126,7 @@ class HandoffReceiver:
         self._changed = asyncio.Event()
         self._sweeper: asyncio.Task[None] | None = None
         self._completing: set[asyncio.Task[None]] = set()
+        self._copying: dict[int, asyncio.Task[None]] = {}
         self._verifiers = ThreadPoolExecutor(VERIFY_THREADS, thread_name_prefix="handoff-verify")
         self._closed = False
 
@@ -164,7 +167,7 @@ class HandoffReceiver:
             if self._table.writing():
                 self._arena.keep()
             self._transport.unregister(self._arena.address)
-        await asyncio.gather(*self._completing, return_exceptions=True)
+        await asyncio.gather(*self._completing, *self._copying.values(), return_exceptions=True)
         self._verifiers.shutdown(wait=True)
 
     async def take(self, handoff_id: str, *, deadline_s: float) -> ReceivedSlot:
@@ -182,11 +185,11 @@ class HandoffReceiver:
         try:
             await asyncio.shield(completing)
         except asyncio.CancelledError:
-            # A thread may be copying held rows into the slot: it is nobody else's before that has ended.
+            # Held rows may be on their way into the slot still: it is nobody else's before they are there.
             completing.add_done_callback(lambda done: self.release(slot, _error(done)))
             raise
-        except HandoffError as error:
-            self.release(slot, error)
+        except Exception as error:
+            self.release(slot, error if isinstance(error, HandoffError) else None)
             raise
         timings = dict(slot.committed[min(slot.committed)].timings)
         timings["wait_commit_ms"] = (committed - started) * 1e3
@@ -237,28 +240,36 @@ class HandoffReceiver:
             if self._waiting.get(handoff_id) is event:
                 del self._waiting[handoff_id]
 
+    async def _copy(self, slot: Slot, source: HeldPrefix) -> None:
+        """Copies the held rows into a reserved slot, off the event loop, while prefill computes the others."""
+        assert self._arena is not None
+        held_offsets = self.layout.offsets(source.tokens)
+        copies = []
+        for (plane, layer), offset in self.layout.offsets(slot.tokens).items():
+            nbytes = self.layout.plane(plane).block_bytes(slot.held_tokens)
+            start = source.offset + held_offsets[plane, layer]
+            copies.append((self.block(slot, offset, plane)[:nbytes], self._arena.bytes[start : start + nbytes]))
+        try:
+            await self._in_threads(_copy_blocks, copies)
+        except Exception as error:
+            log.exception("handoff %s: copying the held rows failed", slot.handoff_id)
+            self._drop(slot.handoff_id, HandoffCode.ABORTED, f"copying the held rows failed: {error}"[:500])
+            raise
+        finally:
+            del self._copying[slot.generation]
+            self._table.copied(slot, time.monotonic())
+            self._changed.set()
+
     async def _complete(self, slot: Slot) -> None:
-        """Copies the held rows and compares the sent ones with their checksums, off the event loop, without the GIL."""
-        offsets = self.layout.offsets(slot.tokens)
-        expected = slot.checksums
-        held_offsets = self.layout.offsets(slot.source.tokens) if slot.source is not None else {}
+        """Waits for the held rows and compares the sent ones with their checksums."""
+        if (copying := self._copying.get(slot.generation)) is not None:
+            await copying
         blocks = []
-        for (plane, layer), offset in offsets.items():
-            held_bytes = self.layout.plane(plane).block_bytes(slot.held_tokens)
-            block, held = self.block(slot, offset, plane), None
-            if slot.source is not None:
-                assert self._arena is not None
-                start = slot.source.offset + held_offsets[plane, layer]
-                held = self._arena.bytes[start : start + held_bytes]
-            name = f"{plane}/{layer}"
-            blocks.append(_Block(name, block[:held_bytes], held, block[held_bytes:], expected[name]))
-        loop = asyncio.get_running_loop()
-        shares = [
-            loop.run_in_executor(self._verifiers, _complete_blocks, blocks[share::VERIFY_THREADS])
-            for share in range(VERIFY_THREADS)
-        ]
-        wrong = sorted(name for names in await asyncio.gather(*shares) for name in names)
-        if wrong:
+        for (plane, layer), offset in self.layout.offsets(slot.tokens).items():
+            sent = self.block(slot, offset, plane)[self.layout.plane(plane).block_bytes(slot.held_tokens) :]
+            blocks.append((f"{plane}/{layer}", sent))
+        found = await self._in_threads(_mismatches, blocks, slot.checksums)
+        if wrong := sorted(name for names in found for name in names):
             raise HandoffError(
                 HandoffCode.CHECKSUM_MISMATCH,
                 f"{slot.handoff_id}: {len(wrong)} of {len(blocks)} plane-layers are not what prefill sent, "
@@ -266,12 +277,23 @@ class HandoffReceiver:
             )
         self._table.completed(slot)
 
+    async def _in_threads(self, work: Callable[..., T], items: list[Any], *arguments: Any) -> list[T]:
+        """``work(share of items, *arguments)`` of every thread; numpy and xxhash let go of the GIL."""
+        loop = asyncio.get_running_loop()
+        shares = [
+            loop.run_in_executor(self._verifiers, work, items[share::VERIFY_THREADS], *arguments)
+            for share in range(VERIFY_THREADS)
+        ]
+        return await asyncio.gather(*shares)
+
     def _answer(self, request: Request, connection: int) -> Reply:
         now = time.monotonic()
         try:
             if isinstance(request, Reserve):
                 slot = self._table.reserve(request, connection, now)
                 assert self._arena is not None
+                if slot.source is not None and slot.generation not in self._copying:
+                    self._copying[slot.generation] = asyncio.create_task(self._copy(slot, slot.source))
                 return Reserved(
                     generation=slot.generation,
                     session=self._transport.session,
@@ -325,26 +347,13 @@ class HandoffReceiver:
                 continue
 
 
-@dataclass(frozen=True)
-class _Block:
-    """One plane-layer of a slot: ``begin`` is filled from ``held``, ``rest`` was sent and has ``checksum``."""
-
-    name: str
-    begin: npt.NDArray[np.uint8]
-    held: npt.NDArray[np.uint8] | None
-    rest: npt.NDArray[np.uint8]
-    checksum: str
+def _copy_blocks(copies: list[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]) -> None:
+    for target, held in copies:
+        np.copyto(target, held)
 
 
-def _complete_blocks(blocks: list[_Block]) -> list[str]:
-    """The names of those whose sent rows are not what they should be."""
-    wrong = []
-    for block in blocks:
-        if block.held is not None:
-            np.copyto(block.begin, block.held)
-        if xxhash.xxh3_64_hexdigest(block.rest.data) != block.checksum:
-            wrong.append(block.name)
-    return wrong
+def _mismatches(blocks: list[tuple[str, npt.NDArray[np.uint8]]], expected: dict[str, str]) -> list[str]:
+    return [name for name, block in blocks if xxhash.xxh3_64_hexdigest(block.data) != expected[name]]
 
 
 def _error(done: asyncio.Task[None]) -> HandoffError | None:

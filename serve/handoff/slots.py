@@ -4,7 +4,7 @@
     RESERVED --abort, deadline, writer lost--> ABORTED --every writer done, or quarantine over--> free
 
 A released slot of a session is not free but held (held.py): the next reserve of that session whose prompt begins alike
-is told so, and its slot gets those rows from the held one.
+is told so, and its slot gets those rows from the held one. Whoever copies them is a writer of the slot like any other.
 
 A one-sided write that its writer gave up may still land (measured: a Mooncake TCP write to a stopped peer fails after
 its timeout, and bytes arrive once the peer runs again). So an ABORTED slot keeps its bytes out of the pool until each
@@ -23,6 +23,11 @@ from serve.handoff.held import HeldPrefix, HeldPrefixes
 from serve.handoff.layout import KVLayout
 from serve.handoff.pool import BufferPool
 from serve.handoff.protocol import Abort, Commit, HandoffCode, HandoffError, Prefix, Reserve
+
+COPIER = -1
+"""The writer of the rows that are held here, beside the ranks."""
+_HERE = -1
+"""Its connection, which is never lost."""
 
 
 class SlotState(StrEnum):
@@ -57,7 +62,7 @@ class Slot:
     held_tokens: int = 0
     """Rows that no writer sends: they are copied from ``source``."""
     source: HeldPrefix | None = None
-    """Pinned until its rows are copied or the hand-off has ended."""
+    """Pinned until its rows are copied."""
     intact: bool = False
     """All rows are there and verified: the slot may be held after its release."""
 
@@ -149,7 +154,7 @@ class SlotTable:
             state=SlotState.RESERVED,
             expires_s=now + request.deadline_s,
             deadline_s=request.deadline_s,
-            writers={request.rank: connection},
+            writers={request.rank: connection, **({COPIER: _HERE} if source is not None else {})},
             prefix=request.prefix,
             held_tokens=held_tokens,
             source=source,
@@ -227,7 +232,8 @@ class SlotTable:
             self._fail(slot, request.code, request.reason, now)
         if request.generation is not None:
             for rank in [rank for rank, writer in slot.writers.items() if writer == connection or slot.ranks == 1]:
-                self._settle(slot, rank)
+                if rank != COPIER:
+                    self._settle(slot, rank)
             self._free_if_quiet(slot, now)
 
     def take(self, handoff_id: str) -> Slot | None:
@@ -247,11 +253,17 @@ class SlotTable:
         self.events["taken"] += 1
         return slot
 
+    def copied(self, slot: Slot, now: float) -> None:
+        """Its held rows are copied. Must come for every slot that has a ``source``, whatever became of it meanwhile."""
+        self._settle(slot, COPIER)
+        self._unpin(slot)
+        if self.slots.get(slot.handoff_id) is slot:
+            self._free_if_quiet(slot, now)
+
     def completed(self, slot: Slot) -> None:
         """The TAKEN slot's held rows are copied and the others verified."""
         slot.intact = True
         self.held.events["reused_tokens"] += slot.held_tokens
-        self._unpin(slot)
 
     def release(self, slot: Slot, error: HandoffError | None = None) -> None:
         """Frees or holds a TAKEN slot; ``error`` says why it was of no use (counted). A second does nothing."""
@@ -293,7 +305,9 @@ class SlotTable:
                 for rank in [rank for rank, until in slot.lost_until_s.items() if now >= until]:
                     self._settle(slot, rank)
                 if now >= slot.expires_s:
-                    slot.writers.clear()
+                    # A copy here ends some time, and says so.
+                    slot.writers = {rank: writer for rank, writer in slot.writers.items() if rank == COPIER}
+                    slot.expires_s = now + self._quarantine_s
                 self._free_if_quiet(slot, now)
         return failed
 
@@ -357,7 +371,6 @@ class SlotTable:
         slot.state = SlotState.ABORTED
         slot.expires_s = now + self._quarantine_s
         self.codes[code] += 1
-        self._unpin(slot)
         if slot.writers:
             self.events["quarantined"] += 1
         self._free_if_quiet(slot, now)
@@ -373,7 +386,6 @@ class SlotTable:
 
     def _free(self, slot: Slot, error: HandoffError) -> None:
         del self.slots[slot.handoff_id]
-        self._unpin(slot)
         if slot.intact and slot.prefix is not None:
             self.held.keep(slot.prefix, slot.tokens, slot.offset)
         else:

@@ -180,21 +180,41 @@ async def test_the_slot_of_a_take_that_was_cancelled_is_free_only_after_the_copy
     text = prompt(100, seed=1)
     async with Pair(engines, LLAMA) as pair:
         (await pair.turn(text))[0].release()
-        entered, leave, real = threading.Event(), threading.Event(), module._complete_blocks
+        entered, leave, real = threading.Event(), threading.Event(), module._copy_blocks
 
-        def slow(blocks: Any) -> list[str]:
+        def slow(copies: Any) -> None:
             entered.set()
             assert leave.wait(10)
-            return real(blocks)
+            real(copies)
 
-        monkeypatch.setattr(module, "_complete_blocks", slow)
+        monkeypatch.setattr(module, "_copy_blocks", slow)
         turn = asyncio.ensure_future(pair.turn([*text, 5]))
         await until_async(entered.is_set)
+        await until_async(lambda: pair.receiver.stats()["slots"]["taken"])
         turn.cancel()
         await asyncio.gather(turn, return_exceptions=True)
         assert pair.receiver.stats()["slots"]["taken"] == 1
         leave.set()
         await until_async(lambda: pair.receiver.stats()["slots"]["taken"] == 0)
+
+
+async def test_a_hand_off_whose_held_rows_cannot_be_copied_fails(
+    engines: tuple[MooncakeTransport, MooncakeTransport], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from serve.handoff import receiver as module
+
+    def broken(copies: Any) -> None:
+        raise MemoryError("no")
+
+    text = prompt(100, seed=1)
+    async with Pair(engines, LLAMA) as pair:
+        (await pair.turn(text))[0].release()
+        monkeypatch.setattr(module, "_copy_blocks", broken)
+        with pytest.raises(HandoffError, match="copying the held rows failed"):
+            name = await pair.send([*text, 5])
+            await until_async(lambda: pair.sender.outcome(name))
+            await pair.receiver.take(name, deadline_s=10)
+        await until_async(lambda: sum(pair.receiver.stats()["slots"].values()) == 0)
 
 
 async def test_a_byte_that_changed_on_its_way_is_found_among_the_sent_rows(

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from serve.handoff.pool import BufferPool
 from serve.handoff.prefix import digest_chain
 from serve.handoff.protocol import Abort, Commit, HandoffCode, HandoffError, Prefix, Reserve
-from serve.handoff.slots import Slot, SlotState, SlotTable
+from serve.handoff.slots import COPIER, Slot, SlotState, SlotTable
 from tests.serve.handoff.layouts import tiny_layout
 
 LAYOUT = tiny_layout()
@@ -150,9 +150,20 @@ class SlotModel(RuleBasedStateMachine):
         assert (known.ended, known.tokens, known.ranks, known.slot.prefix) == (None, tokens, ranks, prefix)
         assert rank not in known.waiting | known.committed
         known.waiting.add(rank)
-        self.writers[slot.generation, rank] = Writer(
-            handoff_id, slot.generation, slot.offset, slot.offset + LAYOUT.slot_bytes(tokens), connection
-        )
+        end = slot.offset + LAYOUT.slot_bytes(tokens)
+        self.writers[slot.generation, rank] = Writer(handoff_id, slot.generation, slot.offset, end, connection)
+        if slot.source is not None:
+            self.writers[slot.generation, COPIER] = Writer(handoff_id, slot.generation, slot.offset, end, COPIER)
+
+    @precondition(lambda self: any(rank == COPIER for _, rank in self.writers))
+    @rule(data=st.data())
+    def copy(self, data: st.DataObject) -> None:
+        self._copy(data.draw(st.sampled_from(sorted(key[0] for key in self.writers if key[1] == COPIER))))
+
+    def _copy(self, generation: int) -> None:
+        writer = self.writers.pop((generation, COPIER), None)
+        if writer is not None:
+            self.table.copied(self.handoffs[writer.handoff_id].slot, self.now)
 
     @rule(tokens=st.sampled_from([40, 64, LONGEST]), family=st.integers(0, 1), session=st.sampled_from(["s", "t"]))
     def whole_turn(self, tokens: int, family: int, session: str) -> None:
@@ -222,7 +233,7 @@ class SlotModel(RuleBasedStateMachine):
     def acknowledge(self, data: st.DataObject) -> None:
         key = data.draw(st.sampled_from(sorted(self.writers)))
         writer = self.writers[key]
-        if writer.gone_s is not None:
+        if writer.gone_s is not None or key[1] == COPIER:
             return
         request = Abort(handoff_id=writer.handoff_id, generation=writer.generation, reason="x")
         self.table.abort(request, writer.connection, self.now)
@@ -256,6 +267,7 @@ class SlotModel(RuleBasedStateMachine):
     def release(self, handoff_id: str, intact: bool) -> None:
         handoff = self.handoffs.get(handoff_id)
         if handoff is not None and handoff.taken:
+            self._copy(handoff.generation)  # a taker waits for it
             if intact and not handoff.released:
                 self.table.completed(handoff.slot)
                 self.rows[handoff.slot.offset] = (handoff.session, handoff.prompt)
@@ -280,7 +292,8 @@ class SlotModel(RuleBasedStateMachine):
         for key, writer in list(self.writers.items()):
             ended = self.handoffs[writer.handoff_id]
             gone = writer.gone_s is not None and self.now >= writer.gone_s + SETTLE_S
-            if gone or (ended.ended is not None and self.now >= ended.ended_s + QUARANTINE_S):
+            over = ended.ended is not None and self.now >= ended.ended_s + QUARANTINE_S
+            if gone or (over and key[1] != COPIER):
                 del self.writers[key]
 
     @invariant()
