@@ -59,7 +59,7 @@ class _FusedWeights(DeepseekV3Model):
             keys_LCD = kv.plane("index_k").view(len(self.step.choosing), kv.capacity_tokens, -1)
             keys = dict(zip(self.step.choosing, keys_LCD, strict=True))
         self.step.planes = Planes(rows_LCY, keys)
-        self._inputs_3R = torch.zeros(3, MOST_ROWS, dtype=torch.int64, device=self.device)
+        self._inputs = {rows: torch.zeros(3, rows, dtype=torch.int64, device=self.device) for rows in GRAPH_ROWS}
         states = (MOST_ROWS, self.hidden)
         self._out_RE, self._state_RE, self._drafted_RE, self._end_RE = (
             torch.zeros(states, dtype=self.dtype, device=self.device) for _ in range(4)
@@ -83,7 +83,7 @@ class _FusedWeights(DeepseekV3Model):
         return super().extract(cache.rows, layer, start, end)
 
     def forward(self, token_ids_N: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
-        """As DecoderModel's; the token ids may be in the host's memory, which spares a copy.
+        """As DecoderModel's; token ids are best given in the host's memory, where they go through.
 
         The result is a buffer that the next forward overwrites.
         """
@@ -134,7 +134,7 @@ class _FusedWeights(DeepseekV3Model):
             self._graph(self._first, rows, self._run_first).run()
             places = [end - 1 - start for end in ends if start < end <= start + count]
             if places:
-                self._note_ends(kept, torch.tensor(places, device=self.device))
+                self._note_ends(kept, self._pinned(places).to(self.device, non_blocking=True))
                 kept += len(places)
             start += count
         return self._drafted_RE[:count]
@@ -142,8 +142,8 @@ class _FusedWeights(DeepseekV3Model):
     def _draft_rest(self, spans: Sequence[Span], depth: int) -> list[list[int]]:
         """Up to MOST_ROWS sequences' drafts from the states that _draft_first() noted."""
         count, rows = len(spans), _graph_rows(len(spans))
-        places_B2 = torch.tensor([(span.start + span.count - 1, span.cache.start) for span in spans])
-        self._inputs_3R[1:, :rows].copy_(_padded(places_B2, rows).t())
+        positions = [span.start + span.count - 1 for span in spans]
+        self._put(rows, [[0] * count, positions, [span.cache.start for span in spans]])
         for buffer in (self._end_RE, self._end_RK):
             if buffer is not None and rows > count:
                 buffer[count:rows].copy_(buffer[count - 1].expand(rows - count, -1))
@@ -172,7 +172,7 @@ class _FusedWeights(DeepseekV3Model):
             torch.index_select(self._drafted_RK, 0, index, out=self._end_RK[first:last])
 
     def _batch(self, rows: int) -> Batch:
-        return Batch(*self._inputs_3R[:, :rows].unbind(0))
+        return Batch(*self._inputs[rows].unbind(0))
 
     def _graph(self, graphs: dict[int, Captured], rows: int, run: Any) -> Captured:
         if rows not in graphs:
@@ -180,17 +180,24 @@ class _FusedWeights(DeepseekV3Model):
         return graphs[rows]
 
     def _pieces(self, token_ids_N: torch.Tensor, spans: Sequence[Span]) -> Iterator[tuple[int, int]]:
-        """(tokens, rows of the graph) of each piece, once its inputs are in place."""
-        places_N2 = torch.tensor([(span.start + n, span.cache.start) for span in spans for n in range(span.count)])
-        on_host = token_ids_N.device.type == "cpu"
-        inputs_N3 = torch.cat((token_ids_N[:, None], places_N2), dim=1) if on_host else places_N2
-        for start in range(0, len(token_ids_N), MOST_ROWS):
-            part = inputs_N3[start : start + MOST_ROWS]
-            count, rows = len(part), _graph_rows(len(part))
-            self._inputs_3R[0 if on_host else 1 :, :rows].copy_(_padded(part, rows).t())
-            if not on_host:
-                _fill(self._inputs_3R[0], token_ids_N[start : start + count], rows)
+        """(tokens, rows of the graph) of each piece, once its inputs are on their way."""
+        ids = token_ids_N.tolist()
+        positions = [position for span in spans for position in range(span.start, span.start + span.count)]
+        bases = [span.cache.start for span in spans for _ in range(span.count)]
+        for start in range(0, len(ids), MOST_ROWS):
+            part = [each[start : start + MOST_ROWS] for each in (ids, positions, bases)]
+            count, rows = len(part[0]), _graph_rows(len(part[0]))
+            self._put(rows, part)
             yield count, rows
+
+    def _put(self, rows: int, part: Sequence[list[int]]) -> None:
+        """Token ids, positions and bases into the inputs of the graphs of so many rows, the last ones repeated."""
+        missing = rows - len(part[0])
+        self._inputs[rows].copy_(self._pinned([[*each, *each[-1:] * missing] for each in part]), non_blocking=True)
+
+    def _pinned(self, values: Any) -> torch.Tensor:
+        """int64 in memory that a copy to the device reads while this thread goes on; freed once it has."""
+        return torch.tensor(values, dtype=torch.int64, pin_memory=self.device.type == "cuda")
 
     def _rest_graph(self, rows: int, depth: int) -> Captured:
         if (rows, depth) not in self._rest:
