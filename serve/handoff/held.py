@@ -34,6 +34,15 @@ class HeldPrefix:
     """No longer to be found; its piece is freed with the last pin."""
 
 
+@dataclass(frozen=True)
+class Place:
+    """Room for a slot, and the pinned prefix whose first ``held_tokens`` rows are to be copied into it."""
+
+    offset: int
+    source: HeldPrefix | None = None
+    held_tokens: int = 0
+
+
 class HeldPrefixes:
     """At most ``max_tokens`` tokens of held rows, over all sessions; 0 holds nothing."""
 
@@ -56,13 +65,30 @@ class HeldPrefixes:
                 best = held, tokens
         return best
 
-    def pin(self, held: HeldPrefix) -> None:
-        """Keeps the piece from eviction until as many unpin()."""
-        held.pins += 1
-        self._held.move_to_end(held)
+    def place(self, prefix: Prefix | None, nbytes: int) -> Place | None:
+        """Room for a slot of ``nbytes``, with the rows that its session has here; None when there is no room.
+
+        The source is pinned: it stays as it is until unpin().
+        """
+        found = self.find(prefix) if prefix is not None else None
+        source, held_tokens = (None, 0) if found is None else found
+        if source is not None:
+            source.pins += 1
+            self._held.move_to_end(source)
+        offset = self.allocate(nbytes)
+        if offset is None and source is not None:
+            # The rows to be reused stand in the way of the slot that wants them: better sent again than refused.
+            self.unpin(source)
+            source, held_tokens = None, 0
+            offset = self.allocate(nbytes)
+        if offset is None:
+            return None
+        if prefix is not None:
+            self.events["misses" if source is None else "hits"] += 1
+        return Place(offset, source, held_tokens)
 
     def unpin(self, held: HeldPrefix) -> None:
-        """Ends one pin."""
+        """Ends the pin of one place()."""
         held.pins -= 1
         if held.pins == 0 and held.dropped:
             self._free(held)

@@ -129,15 +129,8 @@ class SlotTable:
                 f"{request.tokens} tokens need {needed} bytes, the pool holds {self.pool.capacity_bytes}: "
                 "raise --pool-bytes",
             )
-        room = len(self.slots) < self._max_slots
-        source, held_tokens = self._pinned(request.prefix) if room else (None, 0)
-        offset = self.held.allocate(needed) if room else None
-        if offset is None and source is not None:
-            # The rows to be reused stand in the way of the slot that wants them: better sent again than refused.
-            self.held.unpin(source)
-            source, held_tokens = None, 0
-            offset = self.held.allocate(needed)
-        if offset is None:
+        place = self.held.place(request.prefix, needed) if len(self.slots) < self._max_slots else None
+        if place is None:
             raise self._refused(
                 HandoffCode.POOL_EXHAUSTED,
                 f"{needed} bytes asked, {self.pool.free_bytes} free, {len(self.slots)} of {self._max_slots} slots used",
@@ -150,19 +143,17 @@ class SlotTable:
             generation=self._generation,
             tokens=request.tokens,
             ranks=request.ranks,
-            offset=offset,
+            offset=place.offset,
             state=SlotState.RESERVED,
             expires_s=now + request.deadline_s,
             deadline_s=request.deadline_s,
-            writers={request.rank: connection, **({COPIER: _HERE} if source is not None else {})},
+            writers={request.rank: connection, **({COPIER: _HERE} if place.source is not None else {})},
             prefix=request.prefix,
-            held_tokens=held_tokens,
-            source=source,
+            held_tokens=place.held_tokens,
+            source=place.source,
         )
         self.slots[request.handoff_id] = slot
         self.events["reserved"] += 1
-        if request.prefix is not None:
-            self.held.events["hits" if source is not None else "misses"] += 1
         return slot
 
     def commit(self, request: Commit, connection: int, now: float) -> Slot:
@@ -391,13 +382,6 @@ class SlotTable:
         else:
             self.pool.free(slot.offset)
         self._remember(slot.handoff_id, slot.generation, error)
-
-    def _pinned(self, prefix: Prefix | None) -> tuple[HeldPrefix | None, int]:
-        found = self.held.find(prefix) if prefix is not None else None
-        if found is None:
-            return None, 0
-        self.held.pin(found[0])
-        return found
 
     def _unpin(self, slot: Slot) -> None:
         source, slot.source = slot.source, None
