@@ -34,6 +34,7 @@ class Fidelity:
     recorded_by: str
     sessions_planned: int
     sessions_started: int
+    subagents_started: int
     turns_planned: int
     turns_sent: int
     warmup_turns_sent: int
@@ -83,7 +84,8 @@ def examine(
     return Fidelity(
         recorded_by="router" if witnessed else "client",
         sessions_planned=len(plan.roots),
-        sessions_started=len(sessions),
+        sessions_started=sum(not _is_subagent(plan, records[0]) for records in sessions),
+        subagents_started=sum(_is_subagent(plan, records[0]) for records in sessions),
         turns_planned=plan.requests(),
         turns_sent=len(measured),
         warmup_turns_sent=len(warmup),
@@ -154,6 +156,11 @@ def _by_session(records: Sequence[RequestRecord]) -> dict[str, list[RequestRecor
     for record in sorted(records, key=lambda one: one.start_ns):
         found.setdefault(record.session_id or record.conversation_id, []).append(record)
     return found
+
+
+def _is_subagent(plan: Plan, record: RequestRecord) -> bool:
+    known = plan.by_id.get(record.conversation_id)
+    return known is not None and known.parent is not None
 
 
 def _in_order(records: Sequence[RequestRecord], seen: Mapping[str, Stage]) -> bool:

@@ -10,9 +10,15 @@ from typing import Any
 import pytest
 
 from benchmarks import agentx
+from benchmarks.compare import Finding, compare
+from benchmarks.dashboard.data import build
 from benchmarks.dataset import load_tokenizer
+from benchmarks.ingest import check_artifacts
+from benchmarks.ingest_export import export
 from benchmarks.point import PointResult
 from benchmarks.replay.plan import Plan
+from benchmarks.report import write_report
+from benchmarks.result import load
 from configs.job import JobSpec, RunBinding
 from configs.points import TraceCorpus
 from serve.router.ledger import PromptLedger
@@ -25,8 +31,8 @@ class Replay:
     """One measurement through the command line's main, before a server that keeps a router's records."""
 
     def __init__(self, make_spec: Any, tokenizer_dir: Path, folder: Path) -> None:
-        self.traces = folder / "traces"
-        self.traces.mkdir()
+        self.traces = folder / "recorded" / "traces"
+        self.traces.mkdir(parents=True)
         helper = {"t": 4.5, "type": "subagent", "subagent_type": "Explore", "agent_id": "h"}
         inner = [request(4.5, 100, [21, 22]), request(6.6, 200, [21, 22, 23, 24], input_types=["tool_result"])]
         for name in ("one", "two", "long"):
@@ -38,7 +44,7 @@ class Replay:
             (self.traces / f"{name}.json").write_text(json.dumps({**made, "id": name}))
         corpus = TraceCorpus(name="traces", source="directory", location=str(self.traces))
         wanted = point(corpus=corpus, sessions=2, start_max_ratio=0.6, idle_cap_s=0.15, seed=5)
-        self.job_dir = folder / "job"
+        self.run_dir, self.job_dir = folder, folder / "job"
         bindings = {"run": str(self.job_dir), "model": str(tokenizer_dir)}
         run = RunBinding(run_id="r", job_id="job", run_dir=str(folder), created_at="", bindings=bindings)
         self.spec: JobSpec = make_spec(points=[wanted.model_dump(mode="json", by_alias=True)], run=run)
@@ -148,6 +154,49 @@ def test_the_row_is_inferencexs_nested_json(replay: Replay):
     submission = row["submission"]
     assert not submission["valid"] and submission["metric_coverage"]["ttft"] == 1.0
     assert any("not the public one of toy" in reason for reason in submission["reasons"])
+
+
+def test_report_table_and_page_take_the_row(replay: Replay):
+    path = write_report(replay.run_dir, recompute=True)
+    text = path.read_text()
+    assert "## Agentic replay" in text and "| traces | 2 | 2 |" in text and "cannot be submitted" in text
+    (line,) = load(replay.run_dir).to_dict("records")
+    assert line["valid"] and line["request_metrics.latency.ttft.p50"] > 0
+    columns = build([replay.run_dir])["columns"]
+    assert columns["shape"]["words"] == ["traces"] and columns["scenario"]["words"] == ["agentic-coding"]
+    row = replay.result.row
+    shown = [columns[name][0] for name in ("intvty_50", "cache_theory", "out")]
+    wanted = [row["request_metrics"]["latency"]["intvty"]["p50"]]
+    wanted += [row["request_metrics"]["cache"]["theoretical_cache_hit_rate"]]
+    wanted += [row["request_metrics"]["throughput"]["per_gpu"]["output_tput_tps"]]
+    assert shown == pytest.approx(wanted, rel=1e-3)
+
+
+def test_a_slower_replay_is_a_regression_by_name(replay: Replay, tmp_path: Path):
+    write_report(replay.run_dir)
+    rows = json.loads((replay.run_dir / "rows.json").read_text())
+    assert compare([replay.run_dir], [replay.run_dir]).status == 0
+    rows[0]["request_metrics"]["latency"]["itl"]["p50"] *= 1.5
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    found = compare([replay.run_dir], [tmp_path / "rows.json"])
+    assert found.status == 1
+    assert [one.metric for one in found.points if one.finding is Finding.REGRESSION] == ["p50_itl"]
+
+
+def test_ingest_lays_it_out_as_an_agentic_artifact_without_stray_metrics(replay: Replay, tmp_path: Path):
+    write_report(replay.run_dir)
+    assert export(replay.run_dir, tmp_path) == []
+    (folder,) = tmp_path.glob("bmk_agentic_*")
+    published = json.loads(next(folder.glob("agg_*.json")).read_text())
+    raw = tmp_path / folder.name.removeprefix("bmk_") / "aiperf_artifacts"
+    assert (raw / "profile_export.jsonl").is_file() and not (raw / "inputs.json").exists()
+    numbers = {name for name, value in published.items() if isinstance(value, int | float) and type(value) is not bool}
+    known = {"conc", "num_requests_total", "num_requests_successful", "num_gpus", "num_prefill_gpu", "num_decode_gpu"}
+    assert {name for name in numbers if not name.startswith(("prefill_", "decode_"))} - known == {
+        "result_schema_version"
+    }
+    found = check_artifacts(tmp_path)
+    assert found.ok() and {drop.counter for drop in found.drops} <= {"unmappedModel", "unmappedHw"}
 
 
 def test_the_result_is_made_again_from_raw(replay: Replay):
