@@ -91,16 +91,30 @@ def rows(engine: TorchEngine, prompt: list[int]) -> list[LayerKV]:
     return kept
 
 
+def tokens_and_drafts(engine: TorchEngine) -> tuple[list[int], list[int]]:
+    """Greedy tokens, and all that was proposed on the way: a wrong draft costs nothing but time, and would not show."""
+    output = engine.prefill(0, PROMPT, SamplingParams(TOKENS, **GREEDY))
+    produced, drafts = [*output.token_ids], [*engine._sequences[0].drafts]
+    while output.finish_reason is None:
+        (output,) = engine.step()
+        produced += output.token_ids
+        drafts += engine._sequences[0].drafts
+    engine.release(0)
+    return produced, drafts
+
+
 @pytest.mark.parametrize("model", ["llama", "deepseek_v3", "glm_moe_dsa"])
 def test_two_ranks_give_the_logits_rows_and_greedy_tokens_of_one(model: str, make: Make) -> None:
     one, two = make(model, 1), make(model, 2)
 
     expected_NV, logits_NV = prompt_logits(one, PROMPT, CHUNK), prompt_logits(two, PROMPT, CHUNK)
-    expected, produced = generate(one, PROMPT, TOKENS), generate(two, PROMPT, TOKENS)
+    (expected, expected_drafts), (produced, drafts) = tokens_and_drafts(one), tokens_and_drafts(two)
     expected_rows, found_rows = rows(one, PROMPT), rows(two, PROMPT)
 
     assert (logits_NV - expected_NV).abs().max() / expected_NV.abs().max() < TOLERANCE
     assert produced == expected
+    assert drafts == expected_drafts
+    assert bool(drafts) == (model != "llama")
     for wanted, found in zip(expected_rows, found_rows, strict=True):
         for name, plane in wanted.planes.items():
             torch.testing.assert_close(found.planes[name], plane, rtol=1e-4, atol=1e-4)

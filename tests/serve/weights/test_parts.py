@@ -51,6 +51,8 @@ def test_a_rank_sees_the_same_in_a_whole_checkpoint_as_in_its_shards(whole: Path
             expected = shard.tensor(name)
             part = cut.tensor(name, expected.shape)
             assert part.dtype == expected.dtype
+            # Not a view that keeps the whole tensor in memory.
+            assert part.untyped_storage().nbytes() == part.nbytes
             assert part.view(torch.uint8).equal(expected.view(torch.uint8)), name
         name = "model.layers.0.mlp.gate_proj.weight"
         shape = shard.stored(name).shape
