@@ -99,7 +99,9 @@ def test_a_twin_takes_the_place_of_the_machine_s_calibration(tmp_path: Path) -> 
     proof = ClientProof.of(tmp_path, 4, 100)
     assert proof.row is not None and proof.calibration is None
     assert (proof.row["tpot_fraction"], proof.row["source"]) == (-0.04, "twin")
-    assert proof.row["after"]["tpot_fraction"] == 0.03
+    assert proof.row["after"]["tpot_fraction"] == 0.03 and proof.reasons == []
+    (tmp_path / twin.FILE_NAME).write_text(Twin(before=half(), after=half(tpot_error=0.08)).model_dump_json())
+    assert [reason.code for reason in ClientProof.of(tmp_path, 4, 100).reasons] == ["client_out_of_range"]
     (tmp_path / twin.FILE_NAME).write_text("{}")
     with pytest.raises(CalibrationError, match="not a twin"):
         ClientProof.of(tmp_path, 4, 100)

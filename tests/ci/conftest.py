@@ -70,9 +70,9 @@ def change_keys(work: Path) -> None:
     matrix = yaml.load((work / MATRIX).read_text())
     entry = matrix["entries"][KEY]
     scenario = entry["scenarios"]["fixed-seq-len"][0]
+    entry["scenarios"] = {"fixed-seq-len": [scenario]}
     scenario |= {"isl": 32, "osl": 16, "requests-per-conc": 1, "min-requests": 4}
     scenario["search-space"][0]["conc-list"] = [1]
-    del entry["scenarios"]["agentic-coding"]
     entry["canary"] |= {"requests": 1, "max-tokens": 2}
     (work / MATRIX).write_text("")
     broken = yaml.load(_dumped(yaml, entry))

@@ -20,7 +20,7 @@ from tests.ci.conftest import KEY, MATRIX
 
 @pytest.fixture
 def planned(tmp_path: Path) -> Path:
-    found, specs = plan.plan_dispatch(REPO, MATRIX, KEY, None, "")
+    found, specs = plan.plan_dispatch(REPO, MATRIX, KEY, None, "fixed-seq-len")
     plan.write(found, specs, tmp_path / "plan")
     return tmp_path / "plan"
 
