@@ -12,6 +12,7 @@ Every record has ``time_s`` (seconds since the epoch) and, inside a job, ``job``
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import json
 import os
@@ -26,6 +27,8 @@ from runners.disk import means_full
 EventKind = Literal["launch", "stage", "point", "done"]
 Event = dict[str, Any]
 MAX_LINE_BYTES = 1 << 20
+# What flock(2) says on shared file systems that do not know it: a second writer is not kept out there.
+NO_LOCKS = frozenset({errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP})
 
 
 class EventLog:
@@ -36,9 +39,10 @@ class EventLog:
         self._descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._descriptor)
-            raise
+        except OSError as error:
+            if error.errno not in NO_LOCKS:
+                os.close(self._descriptor)
+                raise
 
     def write(self, event: EventKind, **fields: Any) -> Event:
         """Appends a record and returns it."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import io
 import json
 import os
@@ -29,6 +31,16 @@ def test_second_writer_is_refused(tmp_path: Path) -> None:
     with EventLog(tmp_path / "events.jsonl"), pytest.raises(BlockingIOError):
         EventLog(tmp_path / "events.jsonl")
     EventLog(tmp_path / "events.jsonl").close()
+
+
+def test_file_system_without_locks_is_no_reason_not_to_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise OSError(errno.ENOSYS, "Function not implemented")
+
+    monkeypatch.setattr(fcntl, "flock", refused)  # Lustre without -o flock
+    with EventLog(tmp_path / "events.jsonl") as log:
+        log.write("done", what="run")
+    assert [event["what"] for event in EventReader(tmp_path / "events.jsonl").new()] == ["run"]
 
 
 def test_reader_waits_for_whole_lines_and_never_repeats(tmp_path: Path) -> None:
