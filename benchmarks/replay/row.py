@@ -2,6 +2,7 @@
 
 Latencies in seconds, floats rounded to 5 digits, statistics named mean, p50, p75, p90, p95, p99, std. ``itl`` is what
 aiperf calls inter_token_latency and this repository TPOT, so ``tpot`` and ``itl`` are equal, as InferenceX has them;
+``full_response_itl`` runs from the first token to the end of the HTTP answer instead of to the last token;
 interactivities are 1 / that statistic, so p95 is the slow tail. Per-GPU figures divide by all GPUs.
 """
 
@@ -156,6 +157,11 @@ def _request_metrics(
 ) -> dict[str, Any]:
     seconds = duration_s(records)
     tpot = [record.tpot_ms / 1e3 for record in good if record.tpot_ms]
+    full = [
+        ((record.end_ns - record.start_ns) / 1e6 - record.ttft_ms) / (record.output_tokens - 1) / 1e3
+        for record in good
+        if record.ttft_ms is not None and (record.output_tokens or 0) > 1 and record.output_tokens is not None
+    ]
     e2e = [(record.e2e_ms / 1e3, record.output_tokens) for record in good if record.e2e_ms and record.output_tokens]
     inputs = sum(record.input_tokens or 0 for record in good)
     outputs = sum(record.output_tokens or 0 for record in good)
@@ -171,8 +177,8 @@ def _request_metrics(
         "tpot": statistics(tpot),
         "intvty": _inverse(tpot),
         "e2e_norm_intvty": _inverse([latency / tokens for latency, tokens in e2e]),
-        "full_response_itl": statistics(tpot),
-        "full_response_intvty": _inverse(tpot),
+        "full_response_itl": statistics(full),
+        "full_response_intvty": _inverse(full),
     }
     return {
         "qps": _per_second(good),
