@@ -47,6 +47,11 @@ class RankedModel:
         return int(self._model.vocab_size)
 
     @property
+    def ranks(self) -> int:
+        """How many the model is spread over."""
+        return self._parallel.size
+
+    @property
     def kv_layers(self) -> int:
         return int(self._model.kv_layers)
 

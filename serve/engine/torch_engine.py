@@ -97,7 +97,7 @@ class TorchEngine:
             kv_capacity_tokens=kv_capacity_tokens,
             local_prefill=True,
             speculative=speculation is not None,
-            extra={} if speculation is None else _described(speculation),
+            extra=_described(model, speculation),
         )
 
     @property
@@ -301,8 +301,13 @@ class ChunkedPrefill:
             yield start, end
 
 
-def _described(speculation: Speculation) -> dict[str, str]:
-    """What the server says about drafts; ``acceptance`` is real or simulated."""
+def _described(model: DecoderModel, speculation: Speculation | None) -> dict[str, str]:
+    """What the server says about ranks and drafts; ``acceptance`` is real or simulated."""
+    ranks = {"tensor_parallel_size": str(model.ranks)} if isinstance(model, RankedModel) else {}
+    return ranks if speculation is None else {**ranks, **_described_drafts(speculation)}
+
+
+def _described_drafts(speculation: Speculation) -> dict[str, str]:
     simulated = speculation.simulated_length
     described = {
         "acceptance": "real" if simulated is None else "simulated",
