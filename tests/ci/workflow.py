@@ -169,7 +169,9 @@ class Run:
         if action == "actions/checkout":
             checkout(self.origin, text_of(given["ref"]), workspace)
         elif action == "actions/upload-artifact":
-            upload(workspace / text_of(given["path"]), self.artifacts / text_of(given["name"]))
+            source = workspace / text_of(given["path"])
+            if source.exists() or given.get("if-no-files-found") == "error":
+                upload(source, self.artifacts / text_of(given["name"]))
         elif action == "actions/download-artifact" and "name" in given:
             shutil.copytree(self.artifacts / given["name"], workspace / given["path"])
         elif action == "actions/download-artifact":
