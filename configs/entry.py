@@ -20,6 +20,7 @@ from configs.engine_args import (
 )
 from configs.job import CanarySpec, EngineName, Limits, Parallelism
 from configs.model import KvDtype, Precision
+from configs.points import KvOffloadBackend
 
 Concurrency = Annotated[int, Field(gt=0, le=65536)]
 PinnedPackage = Annotated[str, Field(pattern=r"^[A-Za-z0-9._-]+(\[[A-Za-z0-9,._-]+\])?==[0-9][A-Za-z0-9.+_-]*$")]
@@ -213,13 +214,6 @@ class FixedSeqLenScenario(Strict):
     min_requests: int = Field(default=1, gt=0, le=1_000_000, description="Least measured requests of a point.")
     warmup_per_conc: int = Field(default=2, ge=0, le=1000, description="Warm-up requests per unit of concurrency.")
     search_space: tuple[SearchSpaceEntry, ...] = Field(min_length=1, description="Topologies and concurrencies.")
-
-
-class KvOffloadBackend(Strict):
-    """Where KV blocks go that leave the GPU."""
-
-    name: str = Field(min_length=1, description="Name of the backend.")
-    version: str | None = Field(default=None, min_length=1, description="Release, package version or source commit.")
 
 
 class AgenticSearchSpaceEntry(SearchSpaceEntry):

@@ -68,6 +68,13 @@ class TraceCorpus(Strict):
     )
 
 
+class KvOffloadBackend(Strict):
+    """Where KV blocks go that leave the GPU."""
+
+    name: str = Field(min_length=1, description="Name of the backend.")
+    version: str | None = Field(default=None, min_length=1, description="Release, package version or source commit.")
+
+
 class AgentXPoint(Strict):
     """One concurrency of a replay of recorded coding-agent sessions."""
 
@@ -87,6 +94,7 @@ class AgentXPoint(Strict):
     max_context_tokens: int = Field(gt=0, description="Sessions with a longer context are left out, and counted.")
     ignore_eos: bool = Field(description="Outputs have the recorded length whatever is generated.")
     kv_offloading: Literal["none", "dram"] = Field(default="none", description="Where KV blocks may be offloaded.")
+    kv_offload_backend: KvOffloadBackend | None = Field(default=None, description="What offloads them.")
     dram_bytes: int = Field(default=0, ge=0, description="Node memory for offloaded KV blocks, in bytes.")
     seed: int = Field(ge=0, description="Seed of the replay.")
     limits: Limits = Field(description="When the point is no longer publishable.")

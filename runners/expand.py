@@ -273,6 +273,7 @@ def _replay_point(
         max_context_tokens=min(replay.max_context_tokens or served, served),
         ignore_eos=replay.ignore_eos,
         kv_offloading=space.kv_offloading,
+        kv_offload_backend=space.kv_offload_backend,
         dram_bytes=offload_bytes(loaded, space),
         seed=replay.seed,
         limits=loaded.entry.limits.model_copy(

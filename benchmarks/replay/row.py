@@ -83,6 +83,7 @@ def agentic_row(
         **identity(spec, versions, acceptance),
         conc=point.conc,
         kv_offloading=point.kv_offloading,
+        kv_offload_backend=point.kv_offload_backend.model_dump(exclude_none=True) if point.kv_offload_backend else None,
         allocated_cpu_dram_gb=round(point.dram_bytes / 1e9, _DIGITS) if point.dram_bytes else None,
         num_requests_total=len(records),
         num_requests_successful=len(good),

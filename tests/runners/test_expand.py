@@ -143,6 +143,14 @@ def test_a_corpus_is_never_guessed(tmp_path: Path) -> None:
         corpus_for("glm5.9")
 
 
+def test_a_model_without_public_sessions_has_generated_ones_and_a_path_is_a_corpus_of_its_own() -> None:
+    assert [corpus_for(prefix).source for prefix in ("smollm2", "glm5tiny", "glm5.3")] == ["generated"] * 2 + ["hub"]
+    for path in ("/traces/weka", "/traces/weka/", "/traces/weka.jsonl"):
+        corpus = corpus_for("smollm2", path)
+        assert (corpus.source, corpus.name, corpus.location) == ("directory", "weka", path)
+    assert corpus_for("smollm2", "agentic_code").location == "aiperf-agentic-code"
+
+
 def test_offloaded_blocks_get_the_workers_share_of_the_node(tmp_path: Path) -> None:
     offload = {"kv-offloading": "dram", "kv-offload-backend": {"name": "native"}}
     entry = agentic_entry(**offload)
@@ -152,6 +160,7 @@ def test_offloaded_blocks_get_the_workers_share_of_the_node(tmp_path: Path) -> N
     plain, offloaded = jobs_of(tmp_path, entry)
     point = offloaded.point("agentic-conc2")
     assert isinstance(point, AgentXPoint) and point.dram_bytes == 1024 * 2**30 // 4  # half of it, for half of the GPUs
+    assert point.kv_offload_backend is not None and point.kv_offload_backend.name == "native"
     argv = offloaded.processes[0].argv
     assert argv[argv.index("--kv-offloading-size") + 1] == "256.00"
     assert "--kv-offloading-size" not in plain.processes[0].argv
