@@ -94,7 +94,8 @@ def check_captured_steps_equal_eager_ones(
     exact = engine_of(model_dirs[kind, e4m3], "float32", "eager", speculation)
     assert isinstance(ours._model, KINDS[kind][2])
 
-    our_errors, eager_errors, swapped, drafts, alike = [], [], 0, 0, 0
+    our_errors, eager_errors, swapped, drafts = [], [], 0, 0
+    alike = [0, 0]
     for batch in (1, 2, 5, BATCH):
         admit_all(exact, [ours, eager, exact], prompts_of(batch, 60), 6 + 3 * depth)
         for step in lockstep(ours, [eager, exact]):
@@ -109,21 +110,23 @@ def check_captured_steps_equal_eager_ones(
                 apart = (exact_V[wanted] - exact_V[chosen]).abs()
                 assert chosen == wanted or apart <= TIE * exact_V.square().mean().sqrt()
                 swapped += int(chosen != wanted)
-            for mine, theirs in zip(*step.drafts[:2], strict=True):
-                drafts += len(mine)
-                alike += sum(left == right for left, right in zip(mine, theirs, strict=True))
+            for mine, theirs, wanted in zip(*step.drafts, strict=True):
+                drafts += len(wanted)
+                for place, said in enumerate((mine, theirs)):
+                    alike[place] += sum(left == right for left, right in zip(said, wanted, strict=True))
     count = len(our_errors)
     print(
         f"{kind} e4m3={e4m3} depth={depth}: {count} tokens, {swapped} ties; distance to float32, median and worst: "
         f"ours {statistics.median(our_errors):.4f} {max(our_errors):.4f}, eager {statistics.median(eager_errors):.4f} "
-        f"{max(eager_errors):.4f}; drafts alike {alike}/{drafts}"
+        f"{max(eager_errors):.4f}; drafts as float32's: {alike} of {drafts}"
     )
     assert statistics.median(our_errors) < 0.03
     assert statistics.median(our_errors) < 1.2 * statistics.median(eager_errors) + 0.002
     near = [sum(error < NEAR for error in errors) for errors in (our_errors, eager_errors)]
     assert near[0] >= near[1] - 0.1 * count
     assert swapped <= 0.15 * count
-    assert alike >= 0.8 * drafts
+    # A draft that differs changes all after it, so how many are alike depends on the depth; not on who computes them.
+    assert alike[0] >= alike[1] - 0.1 * drafts
 
 
 @torch.inference_mode()
