@@ -77,7 +77,9 @@ def test_the_recipe_of_the_page_plans_and_its_mistake_is_told(tmp_path: Path) ->
 
 
 def test_every_verdict_reason_is_explained() -> None:
-    explained = re.findall(r"^\| `([a-z_]+)` \|", (REPO / "docs" / "results.md").read_text(), re.MULTILINE)
+    pages = [(REPO / "docs" / name).read_text() for name in ("results.md", "agentx.md")]
+    tables = re.findall(r"^\| reason \|.*\n\|[-|]+\n((?:\|.*\n)+)", "\n".join(pages), re.MULTILINE)
+    explained = re.findall(r"^\| `([a-z_]+)` \|", "".join(tables), re.MULTILINE)
     assert explained == [code.value for code in ReasonCode]
 
 
