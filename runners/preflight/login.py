@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from configs.job import JobSpec
+from configs.job import JobSpec, ProcessSpec
 from configs.model import Model, PathWeights
 from runners import bindings, weights
 from runners.finding import Finding
@@ -123,7 +123,7 @@ def results_folder(context: Context) -> Iterator[Finding]:
 def packages(context: Context) -> Iterator[Finding]:
     """Everything that runs in this environment is in it."""
     for spec in context.specs:
-        needed = [(m, f"role {p.name}") for p in spec.processes if not p.image for m in _modules(p.engine)]
+        needed = [(m, f"role {p.name}") for p in spec.processes if not p.image for m in _modules(p)]
         local = any(not process.image for process in spec.processes)
         if local and spec.handoff.transport in TRANSPORT_MODULES:
             needed.append((TRANSPORT_MODULES[spec.handoff.transport], f"hand-off {spec.handoff.transport}"))
@@ -320,5 +320,6 @@ def _weight_bytes(spec: JobSpec) -> int:
         return 0
 
 
-def _modules(engine: str) -> tuple[str, ...]:
-    return ENGINE_MODULES.get(engine, SERVING_MODULES)
+def _modules(process: ProcessSpec) -> tuple[str, ...]:
+    modules = ENGINE_MODULES.get(process.engine, SERVING_MODULES)
+    return (*modules, "tilert") if process.args.get("backend") == "tilert" else modules

@@ -67,6 +67,13 @@ def test_missing_package_names_its_user_and_the_command(tmp_path: Path, monkeypa
     assert "no_such_package" in finding.message and "point ok" in finding.message and "make setup" in finding.fix
 
 
+def test_the_backend_of_the_bundled_decode_is_a_package_too(tmp_path: Path) -> None:
+    job = ready_job(tmp_path)
+    decode = job.processes[0].model_copy(update={"engine": "bundled", "args": {"backend": "tilert"}, "image": None})
+    finding = found(job.model_copy(update={"processes": (decode,)}), tmp_path)["package-missing"]
+    assert "tilert" in finding.message and decode.name in finding.message
+
+
 def test_missing_library_says_how_to_get_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def absent(name: str) -> None:
         raise OSError(f"{name}: cannot open shared object file")
