@@ -140,7 +140,7 @@ def test_the_same_recipe_measured_again_is_no_regression(
 def test_a_slowed_decode_is_named_as_a_regression(
     stack: Stack, first: Path, measure: Measure, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with slowed(stack, "decode-0", stopped_s=0.09, running_s=0.02):
+    with slowed(stack, "decode-0", stopped_s=0.05, running_s=0.03):
         slow = measure("slow")
     status, said = compared(capsys, str(first), str(slow))
     assert status == 1, said

@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from runners.changelog import FILE_NAME, HEADER, Entry, check_bytes, encode, parse
+from runners.bindings import REPO
+from runners.changelog import FILE_NAME, HEADER, ChangelogError, Entry, changes, check_bytes, encode, parse
 from runners.ci.batch import CiError
 from runners.ci.collect import Collected, CollectedJob
 from runners.ci.commit import push, record
 from tests.ci.workflow import git
+from tests.docs.test_docs import blocks
 
 LINK = "https://github.com/owner/baton/pull/5"
 
@@ -80,6 +82,19 @@ def test_a_link_that_comes_later_is_put_in() -> None:
     told = record(HEADER, HEADER, collected(job("a")))
     (entry,) = entries(record(told, HEADER, collected(job("a")), LINK))
     assert (entry.pr_link, entry.run_id) == (LINK, "run-1")
+
+
+def test_the_page_s_request_is_one_and_is_refused_once_it_must_be_measured(tmp_path: Path) -> None:
+    (written,) = blocks(REPO / "docs" / "ci.md", "yaml")
+    git(tmp_path, "init", "-q", "-b", "main")
+    (tmp_path / FILE_NAME).write_bytes(HEADER)
+    git(tmp_path, "add", "-A")
+    git(tmp_path, "commit", "-q", "-m", "Start")
+    (tmp_path / FILE_NAME).write_bytes(HEADER + b"\n" + written.encode())
+    (added,) = changes(tmp_path / FILE_NAME, "main", {"glm5.2-fp8-b200-x"}).added
+    assert (added.run_id, added.pr_link, added.points_total) == ("XXX", "XXX", 0)
+    with pytest.raises(ChangelogError, match=r"glm5\.2-fp8-b200-\* has no run-id"):
+        changes(tmp_path / FILE_NAME, "main", measured=True)
 
 
 @pytest.fixture
