@@ -41,10 +41,13 @@ class Lease:
         self._beats = threading.Thread(target=self._beat, name=f"lease {path.name}", daemon=True)
 
     def announce(self) -> None:
-        with self.file.open("x") as file:
+        # Whole or not at all: of half an identity nobody could tell that its process is dead, but by waiting.
+        making = self.file.with_name(f".making-{self.file.name}")
+        with making.open("x") as file:
             file.write(_identity(os.getpid()))
             file.flush()
             os.fsync(file.fileno())
+        making.rename(self.file)
 
     def hold(self) -> None:
         self._beats.start()

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -80,39 +78,6 @@ def test_append_mtp_adds_files_and_leaves_the_others_alone(model_dir: Path, tmp_
     convert(model_dir, out, 2, shard_bytes=SHARD_BYTES)
     at_once = convert(model_dir, tmp_path / "at-once", 2, append_mtp=True, shard_bytes=SHARD_BYTES)
     assert tree(out) == tree(at_once)
-
-
-@pytest.mark.parametrize("name", ["_sync", "_read", "_note", "_replace"])
-def test_killed_anywhere_and_run_again_gives_the_same_bytes(model_dir: Path, tmp_path: Path, name: str) -> None:
-    clean = tree(convert(model_dir, tmp_path / "clean", 2, append_mtp=True, shard_bytes=SHARD_BYTES))
-    survived = 0
-    for deadly_call in (1, 2, 4, 9, 30, 100):
-        out = tmp_path / f"killed-{deadly_call}"
-        child = os.fork()
-        if child == 0:
-            _die_at(name, deadly_call)
-            convert(model_dir, out, 2, append_mtp=True, shard_bytes=SHARD_BYTES)
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        survived += not os.WIFSIGNALED(status)
-
-        convert(model_dir, out, 2, append_mtp=True, shard_bytes=SHARD_BYTES)
-
-        assert tree(out) == clean, f"killed at call {deadly_call} of {name}"
-    assert survived < 6
-
-
-def _die_at(name: str, deadly_call: int) -> None:
-    real, calls = getattr(converter, name), 0
-
-    def counted(*args: object) -> object:
-        nonlocal calls
-        calls += 1
-        if calls == deadly_call:
-            os.kill(os.getpid(), signal.SIGKILL)
-        return real(*args)
-
-    setattr(converter, name, counted)
 
 
 def test_a_shard_that_was_finished_is_not_written_again(
