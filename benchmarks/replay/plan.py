@@ -10,6 +10,7 @@ else the corpus is repeated, each pass with words of its own, until it outlasts 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 import random
@@ -26,7 +27,9 @@ from configs.job import AgentXPoint
 
 # No server answers faster than this; sessions are repeated until they would outlast the duration even then.
 LEAST_REQUEST_S = 0.05
-MAX_PASSES = 1000
+LEAST_TOKEN_S = 0.002
+# About 2 GB of text. A client that comes to its end all the same begins anew, and the point is replay_repeated.
+MAX_TOKENS = 400_000_000
 
 
 class PlanError(ValueError):
@@ -126,7 +129,7 @@ class Planner:
         self._draw = random.Random(point.seed)
         self._seen = _Prefixes()
         self._names: set[str] = set()
-        self._rows: list[dict[str, Any]] = []
+        self._digest = hashlib.sha256()
         self._conversations: list[Conversation] = []
         self._cut_gaps = 0
         self._tool_turns = 0
@@ -141,15 +144,14 @@ class Planner:
         order = sorted(sessions, key=lambda _: self._draw.random())
         starts = [self._start(session) for session in order[: self._point.conc]]
         chosen = list(self._passes(order))
-        for lane, (turn, (number, session)) in enumerate(zip(starts, chosen, strict=False)):
-            first = max(0, turn - self._point.warmup_requests_per_lane)
-            if first < turn:
-                self._add(session, number, first, turn, lane=lane, warmup=True)
-        for index, (number, session) in enumerate(chosen):
-            lane_of = index if index < len(starts) else None
-            self._add(session, number, starts[index] if lane_of is not None else 0, lane=lane_of)
-        text = "".join(json.dumps(row, separators=(",", ":")) + "\n" for row in self._rows)
-        path.write_text(text)
+        with path.open("wb") as self._file:
+            for lane, (turn, (number, session)) in enumerate(zip(starts, chosen, strict=False)):
+                first = max(0, turn - self._point.warmup_requests_per_lane)
+                if first < turn:
+                    self._add(session, number, first, turn, lane=lane, warmup=True)
+            for index, (number, session) in enumerate(chosen):
+                lane_of = index if index < len(starts) else None
+                self._add(session, number, starts[index] if lane_of is not None else 0, lane=lane_of)
         return Plan(
             tuple(self._conversations),
             sessions=len(order),
@@ -158,7 +160,7 @@ class Planner:
             cut_gaps=self._cut_gaps,
             tool_turns=self._tool_turns,
             renders_tools=self._template.tools,
-            dataset_sha256=hashlib.sha256(text.encode()).hexdigest(),
+            dataset_sha256=self._digest.hexdigest(),
             by_id={one.id: one for one in self._conversations},
         )
 
@@ -170,17 +172,17 @@ class Planner:
     def _passes(self, order: Sequence[Session]) -> Iterator[tuple[int, Session]]:
         """(pass, session), until there are as many as asked for, or enough to outlast the duration."""
         wanted, busy_s = self._point.sessions, self._point.duration_s * self._point.conc
-        count, planned_s = 0, 0.0
-        for number in range(MAX_PASSES):
+        count, planned_s, planned_tokens = 0, 0.0, 0
+        for number in itertools.count():
             for session in order:
-                if (wanted is not None and count >= wanted) or (
-                    wanted is None and planned_s > busy_s and count >= 2 * self._point.conc
-                ):
+                enough = planned_s > busy_s or planned_tokens > MAX_TOKENS
+                if count >= wanted if wanted is not None else enough and count >= 2 * self._point.conc:
                     return
                 yield number, session
                 count += 1
-                gaps_s = sum(min(turn.delay_s, self._point.idle_cap_s) for turn in session.turns[1:])
-                planned_s += gaps_s + LEAST_REQUEST_S * session.requests()
+                planned_s += sum(min(turn.delay_s, self._point.idle_cap_s) for turn in session.turns[1:])
+                planned_s += sum(LEAST_REQUEST_S + LEAST_TOKEN_S * turn.output_tokens for turn in session.turns)
+                planned_tokens += sum(turn.added_tokens for turn in session.turns)
 
     def _add(
         self,
@@ -232,7 +234,9 @@ class Planner:
             if index + 1 < last:
                 rows[index - first]["spawns"] = [_in_pass(child.id, number) for child in children]
         mode = "message_array_with_responses" if rewrites else "deltas_with_responses"
-        self._rows.append({"session_id": name, "context_mode": mode, "turns": rows})
+        line = json.dumps({"session_id": name, "context_mode": mode, "turns": rows}, separators=(",", ":")) + "\n"
+        self._file.write(line.encode())
+        self._digest.update(line.encode())
         self._conversations.append(Conversation(name, session.id, warmup, parent, lane, first, tuple(turns)))
         for index, children in below.items():
             for child in children:
