@@ -10,6 +10,7 @@ import pytest
 
 from benchmarks.replay import corpus
 from benchmarks.replay.corpus import CorpusError
+from configs.points import TraceCorpus
 from tests.benchmarks.replay.rig import point
 
 
@@ -61,6 +62,24 @@ def test_mooncake_rows_of_a_session_tell_deltas_and_what_sessions_share_is_the_s
     assert [sum(piece.tokens for piece in each.system) for each in (one, two, alone)] == [1024, 1024, 0]
     assert one.system == two.system and list(one.prompt_tokens()) == [1500, 1550] and one.turns[1].delay_s == 1.5
     assert list(alone.prompt_tokens()) == [600]
+
+
+def test_a_data_set_of_the_hub_has_one_trace_a_row(tmp_path: Path):
+    inner = {"agent_id": "a", "requests": [request(3, 100, [11, 12])]}
+    below = {"t": 3.0, "type": "subagent", "subagent_type": "Explore", **inner}
+    traces = [
+        trace(request(0, 300, [1, 2, 3, 4, 5]), below, request(9, 400, [1, 2, 3, 4], input_types=["tool_result"])),
+        {**trace(request(0, 200, [1, 2, 3, 4])), "id": "u"},
+    ]
+    (tmp_path / "train.jsonl").write_text("\n".join(map(json.dumps, traces)) + "\n")
+    public = TraceCorpus(name="public", source="hub", location=str(tmp_path))
+    assert corpus.read_hub(public) == [corpus.weka_session(one, "") for one in traces]
+
+
+def test_a_data_set_that_cannot_be_had_says_what_to_do(tmp_path: Path):
+    public = TraceCorpus(name="public", source="hub", location=str(tmp_path / "nothing"))
+    with pytest.raises(CorpusError, match=r"corpus public: .*nothing cannot be had from the hub .*or give a folder"):
+        corpus.read_hub(public)
 
 
 def test_sessions_beyond_the_context_are_left_out_and_counted():
