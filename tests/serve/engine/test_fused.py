@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from serve.engine.base import SamplingParams
+from serve.engine.base import Admission, LayerKV, SamplingParams
 from serve.engine.models import fused
 from serve.engine.models.fused import FusedGlmMoeDsaModel
 from serve.engine.speculative import Speculation
 from serve.engine.torch_engine import TorchEngine, create_engine
-from tests.serve.engine.lockstep import admit_all, lockstep, prompts_of, write_model
+from tests.serve.engine.lockstep import admit_all, kv_layers, lockstep, prompts_of, sent, write_model
 
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "sparse": ("glm_moe_dsa", {"index_topk": 24}),
@@ -159,6 +162,73 @@ def test_sampling_draws_the_eager_engines_tokens(model_dirs: dict[tuple[str, boo
             tokens += output.token_ids
         said.append([*tokens, *output.token_ids])
     assert said[0] == said[1]
+
+
+def test_drafts_by_n_grams_of_any_length_share_a_step(model_dirs: dict[tuple[str, bool], Path]) -> None:
+    """One sequence repeats itself and is drafted for, another is not."""
+    prompts = [prompts_of(1, 8)[0] * 6, prompts_of(2, 60)[1]]
+    said: list[dict[int, list[int]]] = []
+    lengths: set[int] = set()
+    for step in ("fused", "eager"):
+        engine = engine_of(model_dirs["dense, groups, yarn", False], step, Speculation("ngram", 4, 2.2))
+        said.append({})
+        for seq_id, prompt in enumerate(prompts):
+            sampling = SamplingParams(20, temperature=0.0, ignore_eos=True)
+            said[-1][seq_id] = [*engine.prefill(seq_id, prompt, sampling).token_ids]
+        engine._sequences[1].drafts = engine._sequences[1].drafts[:2]
+        while engine._sequences:
+            lengths |= {len(sequence.drafts) for sequence in engine._sequences.values()}
+            for output in engine.step():
+                said[-1][output.seq_id] += output.token_ids
+                if output.finish_reason is not None:
+                    engine.release(output.seq_id)
+    assert said[0] == said[1]
+    assert len(lengths) > 1
+
+
+class _Allocated(TorchDispatchMode):
+    """Bytes of storages that operations make, since the last reset."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        result = operation(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor) and tensor.untyped_storage().data_ptr() not in given:
+                self.bytes += tensor.untyped_storage().nbytes()
+        return result
+
+
+@pytest.mark.parametrize(("step", "kv_dtype"), [("fused", None), ("eager", None), ("eager", "fp8")])
+def test_injection_makes_no_more_than_a_layer_beside_the_cache(
+    model_dirs: dict[tuple[str, bool], Path], step: Any, kv_dtype: str | None
+) -> None:
+    """Counted between two layers of a hand-off, as if nothing of it were freed."""
+    engine = create_engine(
+        model_dirs["sparse", False], "bfloat16", 1, LONGEST, LONGEST, 1, step=step, kv_dtype=kv_dtype
+    )
+    prompt, allocated = prompts_of(1, 250)[0], _Allocated()
+    engine.prefill(1, prompt, SamplingParams(2, temperature=0.0))
+    cache = engine._sequences[1].cache
+    kept = [sent(engine._model.extract(cache, layer, 0, len(prompt))) for layer in range(kv_layers(engine))]
+    engine.release(1)
+    made: list[int] = []
+
+    def layers() -> Iterator[LayerKV]:
+        for kv in kept:
+            allocated.bytes = 0
+            yield kv
+            made.append(allocated.bytes)
+
+    with allocated:
+        engine.admit(Admission(2, prompt, 5, SamplingParams(4, temperature=0.0, ignore_eos=True), layers()))
+
+    assert len(made) == len(kept)
+    for kv, made_bytes in zip(kept, made, strict=True):
+        assert made_bytes <= sum(rows.numel() * rows.element_size() for rows in kv.planes.values())
 
 
 def test_the_fused_step_is_chosen_where_it_can_run(model_dirs: dict[tuple[str, bool], Path], tmp_path: Path) -> None:
