@@ -94,7 +94,9 @@ def collect(plan_dir: Path, artifacts: Path, output_dir: Path, source: str | Non
 
 def _take(job: PlannedJob, plan_dir: Path, artifacts: Path, target: Path) -> None:
     """Copies the job's folder out of the artifacts; a job that left none is known from the plan."""
-    found = sorted(path.parent for path in artifacts.glob(f"*/{job.job_id}/spec.json"))
+    # Where there is one artifact only, download-artifact makes no folder for it.
+    patterns = (f"{job.job_id}/spec.json", f"*/{job.job_id}/spec.json")
+    found = sorted(path.parent for pattern in patterns for path in artifacts.glob(pattern))
     for folder in found[-1:]:
         spec = JobSpec.read(folder / "spec.json")
         if spec.fingerprint != job.fingerprint or spec.computed_fingerprint() != job.fingerprint:

@@ -175,9 +175,9 @@ class Run:
         elif action == "actions/download-artifact" and "name" in given:
             shutil.copytree(self.artifacts / given["name"], workspace / given["path"])
         elif action == "actions/download-artifact":
-            (workspace / given["path"]).mkdir()
-            for artifact in self.artifacts.glob(given["pattern"]):
-                shutil.copytree(artifact, workspace / given["path"] / artifact.name)
+            found = list(self.artifacts.glob(given["pattern"]))
+            for artifact in found:  # one alone gets no folder of its own
+                shutil.copytree(artifact, workspace / given["path"] / (artifact.name if len(found) > 1 else ""))
         else:
             raise ValueError(f"{uses} is not known here")
 
