@@ -35,13 +35,22 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+@pytest.fixture(scope="module")
+def ends() -> Iterator[tuple[MooncakeTransport, MooncakeTransport]]:
+    pair = MooncakeTransport("tcp"), MooncakeTransport("tcp")
+    for end in pair:
+        end.start("127.0.0.1")
+    yield pair
+    for end in pair:
+        end.close()
+
+
 @pytest.fixture(params=["float32", "bfloat16", "fp8"])
-async def received(request: pytest.FixtureRequest) -> AsyncIterator[ReceivedSlot]:
+async def received(
+    request: pytest.FixtureRequest, ends: tuple[MooncakeTransport, MooncakeTransport]
+) -> AsyncIterator[ReceivedSlot]:
     """A request of TOKENS that came through Mooncake: random bytes in every plane."""
     layout = KVLayout.from_config(CONFIG, request.param)
-    ends = MooncakeTransport("tcp"), MooncakeTransport("tcp")
-    for end in ends:
-        end.start("127.0.0.1")
     room = {"pool_bytes": 32 << 20, "quarantine_s": 5.0, "max_slots": 2}
     receiver = HandoffReceiver(layout, ends[0], host="127.0.0.1", control_port=0, **room)
     await receiver.start()
@@ -55,8 +64,6 @@ async def received(request: pytest.FixtureRequest) -> AsyncIterator[ReceivedSlot
     slot.release()
     await asyncio.to_thread(sender.close)
     await receiver.close()
-    for end in ends:
-        end.close()
 
 
 def peak_bytes(inject: Callable[[], None]) -> int:

@@ -9,12 +9,14 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from serve.engine.speculative import Speculation
 from serve.engine.torch_engine import create_engine
 from serve.weights import tiny
 from tests.serve.engine.compare import generate
@@ -62,10 +64,16 @@ class Servers:
 
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
-    folder = tmp_path_factory.mktemp("glm")
+    with running(tmp_path_factory.mktemp("glm"), chunk_tokens=32) as both:
+        yield both
+
+
+@contextmanager
+def running(folder: Path, *more: str, chunk_tokens: int) -> Iterator[Servers]:
+    """Prefill and decode with the same ``more``. Checks that both end well."""
     model_dir = tiny.build(folder / "model", "glm_moe_dsa", seed=5)
     common = ["--model", str(model_dir), "--served-model-name", NAME, "--port", "0", "--max-model-len", "256"]
-    common += ["--draft-depth", str(DEPTH), "--spec-method", "mtp", "--threads", "1"]
+    common += ["--draft-depth", str(DEPTH), "--spec-method", "mtp", "--threads", "1", *more]
     processes = []
 
     def start(module: str, *more: str) -> str:
@@ -80,7 +88,7 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Servers]:
 
     try:
         decode = start("serve.decode_server", "--max-batch-size", "4", "--held-prefix-tokens", "1000")
-        prefill = start("serve.prefill_server", "--chunk-tokens", "32")
+        prefill = start("serve.prefill_server", "--chunk-tokens", str(chunk_tokens))
         with urllib.request.urlopen(decode + "/server_info", timeout=30) as response:
             control = json.loads(response.read())["control"]
         yield Servers(prefill, decode, control, folder)
@@ -114,6 +122,25 @@ def test_prefill_hand_off_and_decode_with_mtp_give_one_engines_greedy_tokens(ser
     info = json.loads(servers.get(servers.decode + "/server_info"))
     assert (info["acceptance"]["mode"], info["acceptance"]["draft_depth"]) == ("real", DEPTH)
     assert info["layout"] == json.loads(servers.get(servers.prefill + "/server_info"))["layout"]
+
+
+def test_fp8_rows_go_from_server_to_server_as_they_lie(tmp_path: Path) -> None:
+    speculation = Speculation("mtp", DEPTH)
+    with running(tmp_path, "--kv-dtype", "fp8", chunk_tokens=512) as servers:
+        _, first = servers.hop1("h1", prompt=TEXT)
+        prompt, token = first["choices"][0]["prompt_token_ids"], first["choices"][0]["token_ids"][0]
+        params = {"handoff_id": "h1", "request_id": "r1", "prompt_token_ids": prompt, "first_token_id": token}
+        body = {"model": NAME, "prompt": TEXT, "max_tokens": TOKENS, "temperature": 0, "ignore_eos": True}
+        body |= {"return_token_ids": True, "kv_transfer_params": params}
+        _, answer = servers.post(servers.decode + "/v1/completions", body)
+        (sent,) = servers.stages("serve.prefill_server.jsonl")
+    engine = create_engine(
+        tmp_path / "model", "float32", 1, 256, 256, threads=1, speculation=speculation, kv_dtype="fp8"
+    )
+
+    assert answer["choices"][0]["token_ids"] == generate(engine, prompt, TOKENS)
+    # 32 latents, a scale and 8 rope values in each of 8 layers; 16 dims and a scale where there is an indexer.
+    assert sent["bytes"] == len(prompt) * (8 * (32 + 4 + 16) + 5 * (16 + 4))
 
 
 def test_a_sessions_next_turn_is_neither_computed_nor_sent_again(servers: Servers) -> None:
