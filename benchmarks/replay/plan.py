@@ -26,8 +26,8 @@ from benchmarks.replay.text import Message, Template, Words, answer_message, too
 from configs.job import AgentXPoint
 
 # No server answers faster than this; sessions are repeated until they would outlast the duration even then.
-LEAST_REQUEST_S = 0.05
-LEAST_TOKEN_S = 0.002
+LEAST_REQUEST_S = 0.03
+LEAST_TOKEN_S = 0.001
 # About 2 GB of text. A client that comes to its end all the same begins anew, and the point is replay_repeated.
 MAX_TOKENS = 400_000_000
 
