@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 
 from serve.engine.fused.capture import Streams
-from serve.engine.fused.weights import Attention, FeedForward, Layer, Mixture, WeightSource, choosing_layers
+from serve.engine.fused.limits import refusal
+from serve.engine.fused.weights import Attention, FeedForward, Mixture, WeightSource, choosing_layers
 from serve.engine.kernels import operations
 from serve.engine.rope import RotaryTable, attention_scale
 
@@ -273,47 +274,3 @@ def _parts(x_NI: torch.Tensor) -> int:
     if tokens == 1:
         return 2 if inputs >= 16384 else 1
     return max(1, min(4, inputs // 2048))
-
-
-def refusal(config: Mapping[str, Any]) -> str | None:
-    """Why the step cannot do a configuration, or None."""
-    if not config.get("q_lora_rank"):
-        return "queries without a latent (q_lora_rank) are not done by the fused step"
-    if not config.get("rope_interleave", True):
-        return "rotary pairs as halves (rope_interleave false) are not done by the fused step"
-    if config.get("attention_bias") or config.get("mlp_bias"):
-        return "biases are not done by the fused step"
-    if config.get("hidden_act", "silu") != "silu":
-        return f"hidden_act {config['hidden_act']!r} is not supported, only 'silu'"
-    if config.get("scoring_func", "sigmoid") != "sigmoid":
-        return f"scoring_func {config['scoring_func']!r} is not supported, only 'sigmoid'"
-    return None
-
-
-def kernel_refusal(config: Mapping[str, Any], dtype: torch.dtype) -> str | None:
-    """Why the CUDA kernels cannot do sizes that the torch forms can, or None."""
-    if dtype != torch.bfloat16:
-        return f"the kernels compute in bfloat16, not {str(dtype).removeprefix('torch.')}"
-    powers = {"kv_lora_rank": 16, "qk_rope_head_dim": 32}
-    if config.get("index_topk"):
-        powers |= {"index_n_heads": 8, "index_head_dim": 32}
-        if (config["index_head_dim"] - config["qk_rope_head_dim"]) & (
-            config["index_head_dim"] - config["qk_rope_head_dim"] - 1
-        ):
-            return "the kernels need index_head_dim - qk_rope_head_dim to be a power of two"
-    if (config.get("n_group") or 1) > 1:
-        powers |= {"n_routed_experts": 2, "n_group": 2}
-    for name, least in powers.items():
-        size = config[name]
-        if size < least or size & (size - 1):
-            return f"the kernels need {name} to be a power of two from {least}, not {size}"
-    value = config["v_head_dim"]
-    if value % 64 and value not in (16, 32):
-        return f"the kernels need v_head_dim to be 16, 32 or a multiple of 64, not {value}"
-    for name in ("hidden_size", "intermediate_size", "moe_intermediate_size", "q_lora_rank"):
-        if config[name] % 16:
-            return f"the kernels need {name} to be a multiple of 16, not {config[name]}"
-    return None
-
-
-__all__ = ["NO_ROW", "Batch", "FusedStep", "Layer", "Planes", "kernel_refusal", "refusal"]

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 
-from serve.engine.fused.step import kernel_refusal, refusal
+from serve.engine.fused.limits import kernel_refusal, refusal
 from serve.engine.models.base import DecoderModel
 from serve.engine.models.deepseek_v3 import DeepseekV3Model
 from serve.engine.models.fused import FusedDeepseekV3Model, FusedGlmMoeDsaModel

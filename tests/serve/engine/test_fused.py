@@ -12,7 +12,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from benchmarks.bench_gpu import GLM_5_2
 from serve.engine.base import Admission, LayerKV, SamplingParams
+from serve.engine.fused.limits import kernel_refusal
 from serve.engine.models import fused
 from serve.engine.models.fused import FusedGlmMoeDsaModel
 from serve.engine.speculative import Speculation
@@ -242,3 +244,21 @@ def test_the_fused_step_is_chosen_where_it_can_run(model_dirs: dict[tuple[str, b
         engine_of(tmp_path, "fused")
     with pytest.raises(ValueError, match="fp8"):
         create_engine(directory, "bfloat16", 1, 64, 64, 1, kv_dtype="fp8", step="fused")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, None),
+        ({"kv_lora_rank": 500}, "kv_lora_rank to be a power of two from 16, not 500"),
+        ({"qk_rope_head_dim": 16}, "qk_rope_head_dim to be a power of two from 32, not 16"),
+        ({"index_head_dim": 112}, "index_head_dim - qk_rope_head_dim to be a power of two from 16, not 48"),
+        ({"n_group": 8, "n_routed_experts": 200}, "n_routed_experts to be a power of two from 2, not 200"),
+        ({"v_head_dim": 96}, "v_head_dim to be 16, 32 or a multiple of 64, not 96"),
+        ({"moe_intermediate_size": 1000}, "moe_intermediate_size to be a multiple of 16, not 1000"),
+    ],
+)
+def test_sizes_that_the_kernels_cannot_do_are_named(change: dict[str, int], reason: str | None) -> None:
+    found = kernel_refusal({**GLM_5_2, **change}, torch.bfloat16)
+    assert found == (None if reason is None else f"the kernels need {reason}")
+    assert kernel_refusal({**GLM_5_2, **change}, torch.float32) == "the kernels compute in bfloat16, not float32"
