@@ -3,19 +3,16 @@
 TileRT decodes one sequence at a time, from a call that blocks until the sequence ends and tells every token as it
 comes. So a sequence gets a thread, and a step is whatever tokens it has told since the last one. The wheel's servers,
 wire format and router are not used: only its engine interface (tilert.pd_vllm.engine_iface) and its model profiles.
-
-Legend: T = prompt tokens, L = layers (the MTP layer last), D = width of an indexer key.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import math
 import os
 import queue
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -29,13 +26,11 @@ from serve.engine.base import (
     EngineFull,
     EngineLost,
     FinishReason,
-    LayerKV,
     SamplingParams,
     StepOutput,
 )
-from serve.engine.kv_rows import index_keys, latent_rows
 from serve.engine.speculative import Speculation
-from serve.handoff.rows import FP8
+from serve.engine.tilert_rows import LayerRows, tilert_layers
 
 log = logging.getLogger(__name__)
 
@@ -47,9 +42,6 @@ PAGE_TOKENS = 64
 STOP_TIMEOUT_S = 120.0
 # The CUDA sampler treats more as no limit, and the ROCm one knows none; both without a word.
 MAX_TOP_K = 255
-
-LayerRows = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""Indexer keys [T, D], latent [T, R] and rotary keys [T, P] of one layer, in bfloat16: what TileRT injects."""
 
 
 @dataclass(frozen=True)
@@ -246,62 +238,6 @@ def tilert_sampling(sampling: SamplingParams, max_top_k: int = MAX_TOP_K) -> dic
     told: dict[str, Any] = {"temperature": sampling.temperature, "top_p": sampling.top_p}
     told |= {"ignore_eos": True} if sampling.ignore_eos else {}
     return told | ({"top_k": sampling.top_k} if sampling.top_k > 0 else {})
-
-
-def tilert_layers(
-    kv: Iterable[LayerKV], widths: tuple[int, int, int], device: torch.device | None = None
-) -> list[tuple[int, LayerRows, bool]]:
-    """(layer, its rows, are the indexer keys its own) of each layer; a layer without keys has the last full one's.
-
-    bfloat16 rows stay views on the hand-off's slot unless ``device`` says where the engine must find them; indexer
-    keys, and all of a quantized row, are made anew. Rotary pairs stay as the wire has them, which is as vLLM does.
-    Raises ValueError for a model without latent attention and sparse selection.
-    """
-    found: list[tuple[int, LayerRows, bool]] = []
-    keys: torch.Tensor | None = None
-    for layer in kv:
-        planes = _plain(layer.planes, widths)
-        if not {"latent", "rope"} <= planes.keys() or (keys is None and "index_k" not in planes):
-            raise ValueError(
-                f"layer {layer.layer} has planes {', '.join(sorted(planes))}; TileRT takes latent attention with "
-                "sparse selection: latent, rope and index_k"
-            )
-        if "index_k" in planes:
-            keys = rotated(planes["index_k"]).to(device=device, dtype=torch.bfloat16)
-        assert keys is not None
-        latent, rope = (planes[name].to(device=device, dtype=torch.bfloat16) for name in ("latent", "rope"))
-        found.append((layer.layer, (keys, latent, rope), "index_k" in planes))
-    return found
-
-
-def _plain(planes: Mapping[str, torch.Tensor], widths: tuple[int, int, int]) -> Mapping[str, torch.Tensor]:
-    """The planes with quantized rows as numbers."""
-    if "rows" not in planes:
-        return planes
-    latent, rotary, keys = widths
-    rows_TX = latent_rows(FP8, latent, rotary, torch.bfloat16, interleaved=False).read(planes["rows"])
-    found = {"latent": rows_TX[:, :latent], "rope": rows_TX[:, latent:]}
-    if "index_k" in planes:
-        found["index_k"] = index_keys(FP8, keys, rotary, torch.float32, interleaved=False).read(planes["index_k"])
-    return found
-
-
-def rotated(keys_TD: torch.Tensor) -> torch.Tensor:
-    """Indexer keys times the orthonormal Hadamard matrix: TileRT keeps queries and keys so, the hand-off does not.
-
-    It is its own inverse. Raises ValueError when D is no power of two.
-    """
-    width = keys_TD.shape[-1]
-    if width & (width - 1):
-        raise ValueError(f"indexer keys of {width} numbers: TileRT's rotation needs a power of two")
-    x = keys_TD.float()
-    span = 1
-    while span < width:
-        pairs = x.reshape(*x.shape[:-1], width // (2 * span), 2, span)
-        x = torch.cat((pairs[..., :1, :] + pairs[..., 1:, :], pairs[..., :1, :] - pairs[..., 1:, :]), -2)
-        x = x.reshape(keys_TD.shape)
-        span *= 2
-    return x / math.sqrt(width)
 
 
 def create_tilert_engine(

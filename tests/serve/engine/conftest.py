@@ -62,3 +62,17 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., tuple[
         return directory, model
 
     return make
+
+
+@pytest.fixture(scope="session")
+def wheel_dir() -> Path:
+    """The unpacked tilert wheel."""
+    from tests.serve.engine.tilert_wheel import unpacked
+
+    return unpacked()
+
+
+@pytest.fixture
+def wheel(wheel_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tilert wheel as if it were installed. Modules stay imported: libraries in them register once."""
+    monkeypatch.syspath_prepend(str(wheel_dir))
