@@ -45,8 +45,9 @@ slurm-down: setup  ## stop it and remove every trace
 # These two run with the python of a machine that has a CUDA device: its torch, triton and transformers, not .venv.
 .PHONY: bench-gpu test-gpu
 GPU_PY ?= python3
-bench-gpu:  ## the GLM-5.2 decode and verify step on one CUDA device, beside transformers (JSON)
+GPU_TESTS ?= tests/gpu
+bench-gpu:  ## GLM-5.2's decode and verify step and the engine's on one CUDA device, beside transformers (JSON)
 	@$(GPU_PY) -m benchmarks.bench_gpu
 
-test-gpu:  ## every kernel and the captured step against plain torch, on a CUDA device
-	@$(GPU_PY) -m pytest -q -c tests/gpu/pytest.ini --rootdir . -p no:cacheprovider tests/gpu
+test-gpu:  ## kernels, captured steps, the engine and the server on a CUDA device (GPU_TESTS=tests/gpu/check_engine.py)
+	@$(GPU_PY) -m pytest -q -c tests/gpu/pytest.ini --rootdir . -p no:cacheprovider $(GPU_TESTS)
