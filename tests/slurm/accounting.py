@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.slurm import cluster
-from tests.slurm.cluster import MiniSlurm, sh, until
+from tests.slurm.cluster import MiniSlurm, install, sh, until
 
 PACKAGES = {"slurmdbd": "slurmdbd", "mariadbd": "mariadb-server"}
 DATABASE_PORT, DBD_PORT = 17306, 17819
@@ -27,10 +27,7 @@ class AccountedSlurm(MiniSlurm):
 
     def _install(self) -> None:
         super()._install()
-        missing = [package for command, package in PACKAGES.items() if shutil.which(command) is None]
-        if missing:
-            apt = ("env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "install", "-y", "-qq")
-            sh(*apt, "--no-install-recommends", *missing, timeout_s=180)
+        install([package for command, package in PACKAGES.items() if shutil.which(command) is None])
 
     def _write_configuration(self) -> None:
         super()._write_configuration()

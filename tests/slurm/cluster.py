@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,6 +38,16 @@ def sh(*argv: str, check: bool = True, timeout_s: float = 60) -> str:
     if check and done.returncode:
         raise ClusterError(f"{' '.join(argv)}: exit {done.returncode}: {done.stderr.strip() or done.stdout.strip()}")
     return done.stdout
+
+
+def install(packages: Collection[str]) -> None:
+    """Debian packages; their lists are fetched only when the ones at hand will not do. Raises ClusterError."""
+    if packages:
+        apt = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *sorted(packages)]
+        env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
+        if subprocess.run(apt, env=env, capture_output=True).returncode:
+            sh("apt-get", "update", "-qq", timeout_s=120)
+            sh("env", "DEBIAN_FRONTEND=noninteractive", *apt, timeout_s=180)
 
 
 def until(condition: object, deadline_s: float, what: str) -> None:
@@ -193,12 +204,7 @@ class MiniSlurm:
         missing = {package for command, package in PACKAGES.items() if shutil.which(command) is None}
         if not Path("/usr/include/slurm/spank.h").exists():
             missing |= {"libslurm-dev", "libc6-dev"}
-        if missing:
-            apt = ["apt-get", "install", "-y", "-qq", "--no-install-recommends", *sorted(missing)]
-            env = {**os.environ, "DEBIAN_FRONTEND": "noninteractive"}
-            if subprocess.run(apt, env=env, capture_output=True).returncode:
-                sh("apt-get", "update", "-qq", timeout_s=120)
-                sh(*apt, timeout_s=180)
+        install(missing)
 
     def _start_munge(self) -> None:
         run = Path("/run/munge")

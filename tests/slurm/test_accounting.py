@@ -57,7 +57,7 @@ print(json.dumps(said))
 def test_accounting_remembers_what_the_controller_forgot(slurm: object, shared: Path) -> None:
     env = {name: value for name, value in os.environ.items() if name != "SLURM_CONF"}
     argv = [sys.executable, "-c", STORY, str(shared)]
-    done = subprocess.run(argv, cwd=REPO, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(argv, cwd=REPO, env=env, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     said = json.loads(done.stdout)
     assert said["refused"][0] == "submission_failed" and "Invalid account" in said["refused"][1]

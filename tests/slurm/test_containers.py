@@ -17,7 +17,7 @@ import pytest
 from runners.outcome import JobCode
 from tests.runners.jobs import wait_for_point
 from tests.slurm import jobs
-from tests.slurm.cluster import MiniSlurm, sh
+from tests.slurm.cluster import MiniSlurm, install, sh
 from tests.slurm.jobs import Watch, job_id, names, slurm_job, start, until
 
 REPO = Path(__file__).parents[2]
@@ -37,9 +37,7 @@ events_logger = "file"
 @pytest.fixture
 def image(slurm: MiniSlurm, shared: Path) -> Iterator[str]:
     """An image in podman's store."""
-    if shutil.which("podman") is None or shutil.which("runc") is None:
-        packages = ("podman", "runc", "catatonit")
-        sh("env", "DEBIAN_FRONTEND=noninteractive", "apt-get", "install", "-y", "-qq", *packages, timeout_s=180)
+    install([] if shutil.which("podman") and shutil.which("runc") else ["podman", "runc", "catatonit"])
     folder = Path("/etc/containers/containers.conf.d")
     folder.mkdir(parents=True, exist_ok=True)
     configuration = folder / "baton-test.conf"
