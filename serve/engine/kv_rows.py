@@ -110,7 +110,7 @@ class _Fp8Latents:
         self._rope(cached).copy_(rows_NX[:, self.row.values :])
 
     def read(self, cached: torch.Tensor) -> torch.Tensor:
-        values = _dequantize(cached, self.row).to(self.compute)
+        values = dequantize(cached, self.row).to(self.compute)
         return torch.cat((values, self._rope(cached).to(self.compute)), dim=-1)
 
     def receive(self, planes: Mapping[str, torch.Tensor], cached: torch.Tensor) -> None:
@@ -175,7 +175,7 @@ class _Fp8Keys:
         _quantize(rows_NX, self.row, cached)
 
     def read(self, cached: torch.Tensor) -> torch.Tensor:
-        return _dequantize(cached, self.row).to(self.compute)
+        return dequantize(cached, self.row).to(self.compute)
 
     # An e4m3 number is one byte and the rotary dims share one scale, so that turning pairs moves bytes only.
     def receive(self, planes: Mapping[str, torch.Tensor], cached: torch.Tensor) -> None:
@@ -195,7 +195,7 @@ def _quantize(values_NR: torch.Tensor, row: Fp8Row, out_NB: torch.Tensor) -> Non
     _scales(out_NB, row).copy_(scale_NK)
 
 
-def _dequantize(rows: torch.Tensor, row: Fp8Row) -> torch.Tensor:
+def dequantize(rows: torch.Tensor, row: Fp8Row) -> torch.Tensor:
     """[.., R] float32."""
     values = rows[..., : row.values].contiguous().view(torch.float8_e4m3fn).float()
     if row.blocks == 1:

@@ -29,7 +29,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from serve.handoff.layout import KVLayout
 from serve.handoff.sender import HandoffSender
 from serve.handoff.transport import Transport, create_transport
-from serve.handoff.vllm_pages import UnsupportedPagesError, page_reader
+from serve.handoff.vllm_pages import UnsupportedPagesError, indexer_reader, page_reader
 from serve.handoff.vllm_schedule import HandoffPlanner, StepPlan
 from serve.handoff.vllm_worker import HandoffStreamer, LayerSource, StageLog
 
@@ -40,6 +40,7 @@ logger = logging.getLogger("vllm.baton_connector")
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 LAYER_NUMBER = re.compile(r"\blayers\.(\d+)\.")
+INDEXER = ".indexer."
 
 
 class _WithoutHMA:
@@ -228,16 +229,22 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         }
         sources = {}
         for name, cache in kv_caches.items():
-            layer = _layer_number(name)
-            reader = page_reader(layout, cache, getattr(attention.get(name), "isa", None))
+            layer, indexer = _layer_number(name), INDEXER in name
+            if indexer:
+                reader = indexer_reader(layout, cache)
+            else:
+                reader = page_reader(layout, cache, getattr(attention.get(name), "isa", None))
             group, block_tokens = groups[name]
-            sources[name] = LayerSource(layer, cache, reader, group, block_tokens, hooked=layer < model_layers)
-        found = sorted(source.layer for source in sources.values())
-        expected = sorted(layout.planes[0].layers)
-        if found != expected:
-            raise UnsupportedPagesError(
-                f"vLLM keeps KV caches for layers {found}, the layout of {layout.model} wants each of {expected} once"
-            )
+            hooked = layer < model_layers and not indexer
+            sources[name] = LayerSource(layer, cache, reader, group, block_tokens, hooked=hooked)
+        for plane in (layout.planes[0], layout.planes[-1]):
+            indexers = plane.name == "index_k"
+            found = sorted(source.layer for name, source in sources.items() if (INDEXER in name) == indexers)
+            if found != sorted(plane.layers):
+                raise UnsupportedPagesError(
+                    f"vLLM keeps {'indexer' if indexers else 'KV'} caches for layers {found}, the layout of "
+                    f"{layout.model} wants each of {sorted(plane.layers)} once"
+                )
         return sources
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:

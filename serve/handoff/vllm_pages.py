@@ -18,7 +18,9 @@ from typing import Protocol
 
 import torch
 
+from serve.engine.kv_rows import dequantize
 from serve.handoff.layout import KVLayout
+from serve.handoff.rows import BLOCK_VALUES, INDEX_DTYPE, LATENT_DTYPE, Fp8Row
 
 Piece = tuple[int, dict[str, torch.Tensor]]
 
@@ -166,13 +168,75 @@ class MlaPages:
 
     def _rows(self, cache: torch.Tensor) -> torch.Tensor:
         """View [B, N, latent + rope]."""
-        if cache.dim() == 4 and cache.shape[1] == 1:
-            cache = cache.squeeze(1)
-        if cache.dim() != 3 or cache.shape[-1] != self.latent + self.rope:
-            raise UnsupportedPagesError(
-                f"an MLA cache of shape {tuple(cache.shape)} does not hold rows of {self.latent} + {self.rope} elements"
-            )
-        return cache
+        return _row_cache(cache, self.latent + self.rope, f"rows of {self.latent} + {self.rope} elements")
+
+
+@dataclass(frozen=True)
+class QuantizedPages:
+    """fp8_ds_mla: cache uint8 [B, N, 656] or [B, 1, N, 656], whole rows, which go over the wire as they lie.
+
+    Written from vLLM's sources; vLLM keeps such rows on CUDA only, and this was not run there yet.
+    """
+
+    row_bytes: int
+
+    def block_tokens(self, cache: torch.Tensor) -> int:
+        return int(_row_cache(cache, self.row_bytes, f"fp8 rows of {self.row_bytes} bytes").shape[1])
+
+    def read(self, cache: torch.Tensor, block_ids: Sequence[int], start: int, end: int) -> Iterator[Piece]:
+        rows = _row_cache(cache, self.row_bytes, f"fp8 rows of {self.row_bytes} bytes")
+        yield start, {"rows": _gather(rows, block_ids, start, end)}
+
+
+@dataclass(frozen=True)
+class IndexerPages:
+    """The indexer's keys: cache uint8 [B, N, row bytes], a block's values first and then its scales.
+
+    The wire has whole rows: the key's bytes and its scale, or with ``dtype`` the numbers that they stand for. ROCm
+    shuffles the values in tiles, which is refused. Written from vLLM's sources; not run on a GPU yet.
+    """
+
+    row: Fp8Row
+    dtype: torch.dtype | None
+
+    def block_tokens(self, cache: torch.Tensor) -> int:
+        return int(self._blocks(cache).shape[1])
+
+    def read(self, cache: torch.Tensor, block_ids: Sequence[int], start: int, end: int) -> Iterator[Piece]:
+        blocks = self._blocks(cache)
+        count, tokens, values = blocks.shape[0], blocks.shape[1], self.row.values
+        pages = blocks.reshape(count, -1)
+        parts = pages[:, : tokens * values].view(count, tokens, values), pages[:, tokens * values :]
+        scales = parts[1].view(count, tokens, self.row.nbytes - values)
+        rows = torch.cat([_gather(part, block_ids, start, end) for part in (parts[0], scales)], dim=-1)
+        yield start, {"index_k": rows if self.dtype is None else dequantize(rows, self.row).to(self.dtype)}
+
+    def _blocks(self, cache: torch.Tensor) -> torch.Tensor:
+        if torch.version.hip is not None:
+            raise UnsupportedPagesError("vLLM on ROCm shuffles the indexer's keys in tiles; that is not read here")
+        return _row_cache(cache, self.row.nbytes, f"indexer keys of {self.row.nbytes} bytes")
+
+
+def _row_cache(cache: torch.Tensor, elements: int, what: str) -> torch.Tensor:
+    """View [B, N, elements]."""
+    if cache.dim() == 4 and cache.shape[1] == 1:
+        cache = cache.squeeze(1)
+    if cache.dim() != 3 or cache.shape[-1] != elements:
+        raise UnsupportedPagesError(f"an MLA cache of shape {tuple(cache.shape)} does not hold {what}")
+    return cache
+
+
+def indexer_reader(layout: KVLayout, cache: torch.Tensor) -> PageReader:
+    """The reader for one layer's indexer cache. Raises UnsupportedPagesError when it is not what the layout says."""
+    plane = next((plane for plane in layout.planes if plane.name == "index_k"), None)
+    if plane is None or cache.dtype != torch.uint8:
+        raise UnsupportedPagesError(f"an indexer cache of {cache.dtype} in a layout of {layout.model}")
+    row, quantized = Fp8Row(BLOCK_VALUES), plane.dtype == INDEX_DTYPE
+    if plane.row_shape != (row.nbytes if quantized else row.values,):
+        raise UnsupportedPagesError(f"vLLM's indexer keys have {row.values} dims, not rows of {plane.row_shape}")
+    reader = IndexerPages(row, None if quantized else getattr(torch, plane.dtype))
+    reader.block_tokens(cache)
+    return reader
 
 
 def page_reader(layout: KVLayout, cache: torch.Tensor, isa: str | None) -> PageReader:
@@ -180,9 +244,10 @@ def page_reader(layout: KVLayout, cache: torch.Tensor, isa: str | None) -> PageR
 
     Raises UnsupportedPagesError when the cache's dtype or shape is not what the layout says, or is not known here.
     """
-    names = {plane.name for plane in layout.planes}
+    planes = [plane for plane in layout.planes if plane.name != "index_k"]
+    names = {plane.name for plane in planes}
     dtype = str(cache.dtype).removeprefix("torch.")
-    expected = {plane.dtype for plane in layout.planes}
+    expected = {"uint8" if plane.dtype == LATENT_DTYPE else plane.dtype for plane in planes}
     if expected != {dtype}:
         raise UnsupportedPagesError(
             f"vLLM keeps its KV cache in {dtype}, the hand-off's layout says {', '.join(sorted(expected))}: "
@@ -191,6 +256,8 @@ def page_reader(layout: KVLayout, cache: torch.Tensor, isa: str | None) -> PageR
     reader: PageReader
     if names == {"latent", "rope"}:
         reader = MlaPages(layout.plane("latent").row_shape[0], layout.plane("rope").row_shape[0])
+    elif names == {"rows"}:
+        reader = QuantizedPages(layout.plane("rows").row_bytes)
     elif names == {"k", "v"} and cache.device.type == "cpu":
         reader = CpuPages(isa or "(none named)", *layout.plane("k").row_shape)
     elif names == {"k", "v"}:

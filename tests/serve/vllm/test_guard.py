@@ -9,7 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+from serve.handoff.layout import KVLayout
 from tests.serve.vllm.prefill import connector_config
 
 pytest.importorskip("vllm")
@@ -73,6 +75,43 @@ def test_a_cache_that_drops_rows_is_refused_at_start() -> None:
 
 def test_mla_may_be_tensor_parallel() -> None:
     assert scheduler(vllm_config(mla=True, tp=8))
+
+
+class MLAAttentionSpec:
+    """vLLM's name of a cache of latent rows, and of an indexer's keys."""
+
+    block_size = 64
+
+
+def sparse_sources(without: str | None = None) -> dict[str, Any]:
+    """What the connector makes of vLLM's caches of four layers, the first and the last with an indexer."""
+    config = {"model_type": "glm_moe_dsa", "vocab_size": 10, "num_hidden_layers": 3, "kv_lora_rank": 512}
+    config |= {"qk_rope_head_dim": 64, "index_head_dim": 128, "indexer_types": ["full", "shared", "shared"]}
+    attention = [f"model.layers.{layer}.self_attn" for layer in range(4)]
+    caches = {f"{name}.attn": torch.zeros(2, 64, 656, dtype=torch.uint8) for name in attention}
+    caches |= {f"{attention[n]}.indexer.k_cache": torch.zeros(2, 64, 132, dtype=torch.uint8) for n in (0, 3)}
+    caches.pop(without, None)
+    told = vllm_config(mla=True, kv_dtype="fp8")
+    told.compilation_config = SimpleNamespace(static_forward_context={})
+    kinds = [SimpleNamespace(kv_cache_spec=MLAAttentionSpec(), layer_names=list(caches))]
+    connector = BatonConnector(told, KVConnectorRole.WORKER, SimpleNamespace(kv_cache_groups=kinds))
+    return connector._sources(KVLayout.from_config(config, "fp8", mtp_layers=1), caches, 3)
+
+
+def test_a_sparse_models_rows_and_indexer_keys_are_sent_from_their_own_caches() -> None:
+    sources = sparse_sources()
+
+    planes = {name: next(source.reader.read(source.cache, [1], 0, 5))[1] for name, source in sources.items()}
+    found = {(plane, sources[name].layer) for name, rows in planes.items() for plane in rows}
+    assert found == {*(("rows", layer) for layer in range(4)), ("index_k", 0), ("index_k", 3)}
+    # An indexer's cache has no hook of its own, and draft layers run after the model's.
+    assert sorted(source.layer for source in sources.values() if source.hooked) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("missing", ["model.layers.3.self_attn.indexer.k_cache", "model.layers.1.self_attn.attn"])
+def test_a_sparse_model_with_a_cache_missing_is_refused_at_start(missing: str) -> None:
+    with pytest.raises(ValueError, match="wants each of"):
+        sparse_sources(without=missing)
 
 
 KV = {"handoff_id": "h", "request_id": "r", "decode_control": "127.0.0.1:1", "deadline_s": 1}

@@ -9,13 +9,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from serve.engine.kv_rows import index_keys
 from serve.handoff.layout import KVLayout, Plane
+from serve.handoff.rows import Fp8Row
 from serve.handoff.vllm_pages import (
     CpuPages,
     GpuPages,
+    IndexerPages,
     MlaPages,
     PageReader,
+    QuantizedPages,
     UnsupportedPagesError,
+    indexer_reader,
     kernel_block_ids,
     page_reader,
     spans,
@@ -120,6 +125,66 @@ def test_gpu_shapes_yield_the_same_rows(shape: str, request: tuple[int, list[int
 
     assert torch.equal(rows["k"], k[start:end])
     assert torch.equal(rows["v"], v[start:end])
+
+
+@given(request=requests((16, 64)), squeezed=st.booleans())
+@settings(max_examples=20, deadline=None)
+def test_quantized_rows_are_read_as_they_lie(request: tuple[int, list[int], int, int, int], squeezed: bool) -> None:
+    block_size, block_ids, tokens, start, end = request
+    cache = torch.zeros((6, block_size, 656), dtype=torch.uint8)
+    rows = torch.randint(0, 256, (tokens, 656), dtype=torch.uint8)
+    cache.view(-1, 656)[slots_of(block_ids, tokens, block_size)] = rows
+
+    planes = read(QuantizedPages(656), cache if squeezed else cache.unsqueeze(1), block_ids, start, end)
+
+    assert torch.equal(planes["rows"], rows[start:end])
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@given(request=requests((16, 64)))
+@settings(max_examples=20, deadline=None)
+def test_indexer_keys_are_joined_with_their_scales(
+    dtype: torch.dtype | None, request: tuple[int, list[int], int, int, int]
+) -> None:
+    """A page is stored key by key, as vLLM's kernel does it: all values of the block, then their scales."""
+    block_size, block_ids, tokens, start, end = request
+    kind = index_keys("fp8", 128, 64, torch.bfloat16, interleaved=False)
+    rows = torch.zeros((tokens, 132), dtype=torch.uint8)
+    kind.write(torch.randn(tokens, 128), rows)
+    pages = torch.zeros((6, block_size * 132), dtype=torch.uint8)
+    for token, row in enumerate(rows):
+        page, place = pages[block_ids[token // block_size]], token % block_size
+        page[place * 128 : place * 128 + 128] = row[:128]
+        page[block_size * 128 + place * 4 : block_size * 128 + place * 4 + 4] = row[128:]
+
+    cache = pages.view(6, block_size, 132)
+    found = read(IndexerPages(Fp8Row(128), dtype), cache, block_ids, start, end)["index_k"]
+
+    assert torch.equal(found, (rows if dtype is None else kind.read(rows))[start:end])
+
+
+GLM = {
+    "model_type": "glm_moe_dsa", "vocab_size": 10, "num_hidden_layers": 2, "kv_lora_rank": 512, "qk_rope_head_dim": 64,
+    "index_head_dim": 128,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8"])
+def test_a_sparse_models_caches_get_the_readers_of_their_kind(kv_dtype: str) -> None:
+    layout = KVLayout.from_config(GLM, kv_dtype)
+    quantized = kv_dtype == "fp8"
+    rows = torch.zeros(2, 64, 656, dtype=torch.uint8) if quantized else torch.zeros(2, 64, 576, dtype=torch.bfloat16)
+
+    main, keys = page_reader(layout, rows, None), indexer_reader(layout, torch.zeros(2, 64, 132, dtype=torch.uint8))
+
+    planes = read(main, rows, [1], 0, 3) | read(keys, torch.zeros(2, 64, 132, dtype=torch.uint8), [1], 0, 3)
+    assert {name: tuple(plane.shape) for name, plane in planes.items()} == {
+        plane.name: (3, *plane.row_shape) for plane in layout.planes
+    }
+    with pytest.raises(UnsupportedPagesError, match="indexer keys of 132 bytes"):
+        indexer_reader(layout, torch.zeros(2, 64, 128, dtype=torch.uint8))
+    with pytest.raises(UnsupportedPagesError, match="128 dims"):
+        indexer_reader(KVLayout.from_config({**GLM, "index_head_dim": 64}, kv_dtype), torch.zeros(2, 64, 132).byte())
 
 
 def test_missing_blocks_are_an_error_not_garbage() -> None:
