@@ -69,6 +69,16 @@ REPLAY_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "server_metrics/cache/overall_cache_hit_rate": ("cache hits measured", _SHARE),
     "dataset/sessions_dropped_by_context": ("sessions too long", str),
 }
+# Where a nested row keeps what a flat one has under this name.
+_NESTED = {
+    "output_tput_per_gpu": f"{_PER_GPU}/output_tput_tps",
+    "tput_per_gpu": f"{_PER_GPU}/total_tput_tps",
+    "median_intvty": f"{_LATENCY}/intvty/p50",
+    "median_ttft": f"{_LATENCY}/ttft/p50",
+    "p99_ttft": f"{_LATENCY}/ttft/p99",
+    "median_tpot": f"{_LATENCY}/tpot/p50",
+    "p99_tpot": f"{_LATENCY}/tpot/p99",
+}
 EVAL_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "framework": ("framework", str),
     "hw": ("hw", str),
@@ -131,12 +141,13 @@ def summary(rows: Sequence[Row]) -> Any:
     """A pandas DataFrame with one line a point: what it is, its headline figures, valid and the reason codes."""
     import pandas as pd
 
-    names = list(dict.fromkeys(["key", "scenario", "point", *THROUGHPUT_COLUMNS, *REPLAY_COLUMNS, *EVAL_COLUMNS]))
+    replays = [name for name in REPLAY_COLUMNS if name not in _NESTED.values()]
+    names = list(dict.fromkeys(["key", "scenario", "point", *THROUGHPUT_COLUMNS, *replays, *EVAL_COLUMNS]))
     records = []
     for row in rows:
         reasons = " ".join(reason["code"] for reason in row["verdict"]["reasons"])
         records.append(
-            {**{name: member(row, name) for name in names}, "valid": row["verdict"]["valid"], "reasons": reasons}
+            {**{name: _figure(row, name) for name in names}, "valid": row["verdict"]["valid"], "reasons": reasons}
         )
     return pd.DataFrame.from_records(records, columns=[*names, "valid", "reasons"])
 
@@ -234,6 +245,11 @@ def member(row: Row, path: str) -> Any:
     for name in path.split("/"):
         value = value.get(name) if isinstance(value, dict) else None
     return value
+
+
+def _figure(row: Row, name: str) -> Any:
+    found = member(row, name)
+    return member(row, _NESTED[name]) if found is None and name in _NESTED else found
 
 
 def _submission(row: Row) -> str:
