@@ -8,7 +8,7 @@ from configs.check_pairs import check_pairs
 from configs.check_space import check_duplicates, check_nodes, check_space, spaces, yaml_bool
 from configs.check_topology import Finding, Path, check_topology
 from configs.cluster import Cluster
-from configs.engine_args import CAPABILITIES, FRAMEWORK_OF, PAIRINGS, BundledDecodeArgs
+from configs.engine_args import CAPABILITIES, FRAMEWORK_OF, PAIRINGS, BundledDecodeArgs, VllmArgs
 from configs.entry import MatrixEntry
 from configs.model import Model
 
@@ -80,6 +80,8 @@ def check_entry(entry: MatrixEntry, model: Model | None, cluster: Cluster | None
         findings += _check_model_use(entry, model)
     if cluster is not None:
         findings += _check_images(entry, cluster)
+    if model is not None and cluster is not None and cluster.gpu is None:
+        findings += _check_vllm_on_cpu(entry, model)
     return findings
 
 
@@ -218,6 +220,25 @@ def _check_model_use(entry: MatrixEntry, model: Model) -> list[Finding]:
                 ("model",), f"'{model.name}' has no MTP layers, so spec-decoding: mtp cannot work.", code="mtp-missing"
             )
         )
+    return findings
+
+
+def _check_vllm_on_cpu(entry: MatrixEntry, model: Model) -> list[Finding]:
+    """What vLLM-CPU 0.32 does with latent attention: nothing when it is sparse, wrong tokens with its own kernels."""
+    findings = []
+    attention = model.architecture.attention
+    for name, role in (("prefill", entry.roles.prefill), ("aggregated", entry.roles.aggregated)):
+        if attention.kind != "mla" or role is None or not isinstance(role.args, VllmArgs):
+            continue
+        at: Path = ("roles", name, "args")
+        if attention.index_topk is not None:
+            message = f"vLLM has no sparse attention on a CPU, which {model.name} needs."
+            findings.append(Finding((*at[:2], "engine"), message, "Write engine: bundled.", code="sparse-on-cpu"))
+        elif role.args.enforce_eager and role.args.custom_ops != "none":
+            message = (
+                "vLLM's own CPU kernels, which enforce-eager turns on, rotate latent attention by wrong positions."
+            )
+            findings.append(Finding((*at, "custom-ops"), message, "Write custom-ops: none.", code="mla-custom-ops"))
     return findings
 
 

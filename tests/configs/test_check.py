@@ -62,6 +62,8 @@ LOCAL: list[tuple[Change, str]] = [
     ),
     (lambda e: e["handoff"].update({"pool-mib": 449}), "of 2048 tokens beside 8192 held-prefix-tokens: that needs 450"),
     (lambda e: e["handoff"].update({"kv-dtype": "fp8"}), "smollm2-135m has none. Write bfloat16 or float32."),
+    (lambda e: e.update(model="moe"), "rotate latent attention by wrong positions. Write custom-ops: none."),
+    (lambda e: e.update(model="glm5-tiny"), "no sparse attention on a CPU, which glm5-tiny needs"),
     (lambda e: space(e).update({"spec-decoding": "draft_model", "draft-depth": 1}), "bundled cannot do 'draft_model'"),
     (lambda e: space(e).update({"spec-decoding": "mtp"}), "draft-depth need each other"),
     (lambda e: space(e).update({"draft-depth": 2}), "draft-depth need each other"),
@@ -84,6 +86,13 @@ def test_a_local_recipe_that_cannot_run(tmp_path: Path, change: Change, words: s
     entry = local_entry()
     change(entry)
     assert any(words in problem for problem in problems(tmp_path, entry)), problems(tmp_path, entry)
+
+
+def test_latent_attention_on_vllms_cpu_may_run_without_its_kernels(tmp_path: Path) -> None:
+    entry = local_entry()
+    entry.update(model="moe")
+    entry["roles"]["prefill"]["args"]["custom-ops"] = "none"
+    assert not any("wrong positions" in problem for problem in problems(tmp_path, entry))
 
 
 GPU: list[tuple[Change, str]] = [

@@ -144,6 +144,8 @@ entry("component-image", tilert, lambda d: put(d, router={"name": "r", "version"
 entry("image-without-runtime", local_entry, lambda d: put(d, image="some/image:1"))
 entry("gpus-on-cpu", local_entry, lambda d: space(d)["prefill"].update({"tp": 2}))
 entry("mtp-missing", local_entry, lambda d: put(space(d), spec_decoding="mtp", draft_depth=1))
+entry("mla-custom-ops", local_entry, lambda d: put(d, model="moe"))
+entry("sparse-on-cpu", local_entry, lambda d: put(d, model="glm5-tiny"))
 entry("kv-dtype-attention", local_entry, lambda d: d["handoff"].update({"kv-dtype": "fp8"}))
 entry("engines-unpaired", tilert, lambda d: put(d["roles"]["prefill"], engine="bundled", args={}))
 entry("transport-unsupported", tilert, lambda d: put(d, kv_p2p_transfer="pegaflow"))
