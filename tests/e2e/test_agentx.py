@@ -37,7 +37,11 @@ def test_measured_and_possible_cache_hits_agree(result: PointResult) -> None:
     measured = result.row["server_metrics"]["cache"]
     assert measured["counted_over"] == "measured requests" and measured["block_tokens"] == 128
     assert 0.4 < possible["theoretical_cache_hit_rate"] < 0.95
-    for rate in (possible["achievable_cache_hit_rate"], measured["overall_cache_hit_rate"]):
+    for rate in (
+        possible["achievable_cache_hit_rate"],
+        measured["overall_cache_hit_rate"],
+        possible["client_cache_hit_rate"],
+    ):
         assert rate == pytest.approx(possible["theoretical_cache_hit_rate"], abs=0.05)
     counted = measured["prefix_cache_hits"] / measured["prefix_cache_queries"]
     assert counted == pytest.approx(result.row["fidelity"]["whole_run_theoretical_cache_hit_rate"], abs=0.05)
