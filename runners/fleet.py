@@ -110,9 +110,9 @@ class Fleet:
         known = [member.submission.job_id for member in self.members if member.submission]
         states = slurm.query(known)
         for member in self.members:
+            member.outcome = member.finished_before()  # also one that was never submitted: all of it was reused
             if member.submission is None:
                 continue
-            member.outcome = member.finished_before()
             state = states.get(member.submission.job_id)
             if member.outcome is None and state is not None and not state.ended:
                 member.ours, member.state = True, state

@@ -20,6 +20,7 @@ from configs.job import FixedSeqLenPoint
 from runners.cli import run as baton
 from tests.benchmarks.conftest import throughput_point
 from tests.benchmarks.recorded import record
+from tests.benchmarks.replay.rig import point as replay_point
 from tests.benchmarks.sse_server import Fault, SseServer
 from tests.benchmarks.test_calibrate import entry, of
 
@@ -54,6 +55,11 @@ def test_the_look_has_prompts_of_its_own(tokenizer_dir: Path) -> None:
     mine, its = (build_dataset(each, load_tokenizer(tokenizer_dir)) for each in (look_at(point), point))
     assert len(mine) == 3 and {each.output_tokens for each in mine} == {twin.LOOK_OSL}
     assert not {each.content for each in mine} & {each.content for each in its}
+
+
+def test_a_replay_s_look_fits_its_context() -> None:
+    seen = look_at(replay_point(conc=3, max_context_tokens=600))
+    assert (seen.conc, seen.requests, seen.isl, seen.osl) == (3, 3, 300, twin.LOOK_OSL)
 
 
 def test_a_half_keeps_concurrency_and_cadence_and_tries_twice(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

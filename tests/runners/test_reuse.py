@@ -12,7 +12,10 @@ from benchmarks import provenance
 from configs.job import JobSpec
 from runners import reuse
 from runners.expand import job_id
+from runners.fleet import Fleet
+from runners.follow import Interruptions
 from runners.outcome import Outcome
+from runners.submit import Submission
 from runners.sweep import with_twin
 from tests.ci.workflow import git
 from tests.runners.jobs import make_job
@@ -74,6 +77,19 @@ def test_a_job_with_every_point_measured_starts_nothing(repository: Path, bound:
     assert outcome is not None and outcome.outcome == "completed"
     assert all(point.status == "produced" for point in outcome.points)
     assert notes == [f"{job_id(bound)}: 2 of 2 points reused from run-1, run-0"]
+
+
+def test_a_reused_job_takes_no_nodes(repository: Path, bound: JobSpec, tmp_path: Path) -> None:
+    site = {"executor": "slurm", "slurm": {"max-jobs": 1, "retries": 0, "pending-deadline-min": None}}
+    spec = bound.model_copy(update={"cluster_profile": {**bound.cluster_profile, **site}})
+    measured(repository, tmp_path / "results", spec, "ok", "ok-2")
+    reuse.take([spec], tmp_path / "results")
+
+    def submit(*_: Any, **__: Any) -> Submission:
+        raise AssertionError("a job was submitted")
+
+    (outcome,) = Fleet([spec], Interruptions(), lambda event: None, lambda text: None, submit=submit).run()
+    assert outcome is not None and outcome.outcome == "completed"
 
 
 def test_a_missing_point_is_still_measured(repository: Path, bound: JobSpec, tmp_path: Path) -> None:
