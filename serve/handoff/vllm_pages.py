@@ -22,6 +22,7 @@ from serve.engine.kv_rows import dequantize
 from serve.handoff.layout import KVLayout
 from serve.handoff.rows import BLOCK_VALUES, INDEX_DTYPE, LATENT_DTYPE, Fp8Row
 
+TILE = 16
 Piece = tuple[int, dict[str, torch.Tensor]]
 
 
@@ -192,28 +193,32 @@ class QuantizedPages:
 class IndexerPages:
     """The indexer's keys: cache uint8 [B, N, row bytes], a block's values first and then its scales.
 
-    The wire has whole rows: the key's bytes and its scale, or with ``dtype`` the numbers that they stand for. ROCm
-    shuffles the values in tiles, which is refused. Written from vLLM's sources; not run on a GPU yet.
+    The wire has whole rows: the key's bytes and its scale, or with ``dtype`` the numbers that they stand for. On ROCm
+    blocks of more than one token are ``shuffled``: the values lie in tiles of 16 tokens x 16 dims, all tiles of 16
+    tokens beside each other. Written from vLLM's sources; not run on a GPU yet.
     """
 
     row: Fp8Row
     dtype: torch.dtype | None
+    shuffled: bool = False
 
     def block_tokens(self, cache: torch.Tensor) -> int:
         return int(self._blocks(cache).shape[1])
 
     def read(self, cache: torch.Tensor, block_ids: Sequence[int], start: int, end: int) -> Iterator[Piece]:
         blocks = self._blocks(cache)
-        count, tokens, values = blocks.shape[0], blocks.shape[1], self.row.values
-        pages = blocks.reshape(count, -1)
-        parts = pages[:, : tokens * values].view(count, tokens, values), pages[:, tokens * values :]
-        scales = parts[1].view(count, tokens, self.row.nbytes - values)
-        rows = torch.cat([_gather(part, block_ids, start, end) for part in (parts[0], scales)], dim=-1)
+        tokens, values = blocks.shape[1], self.row.values
+        needed = [span.block_id for span in spans(block_ids, start, end, tokens)]
+        pages = blocks.index_select(0, torch.tensor(needed, dtype=torch.int64, device=cache.device)).flatten(1)
+        keys = pages[:, : tokens * values]
+        if self.shuffled and tokens > 1:
+            keys = keys.view(-1, tokens // TILE, values // TILE, TILE, TILE).transpose(2, 3)
+        parts = keys.reshape(-1, values), pages[:, tokens * values :].reshape(-1, self.row.nbytes - values)
+        first = start % tokens
+        rows = torch.cat(parts, dim=-1)[first : first + end - start]
         yield start, {"index_k": rows if self.dtype is None else dequantize(rows, self.row).to(self.dtype)}
 
     def _blocks(self, cache: torch.Tensor) -> torch.Tensor:
-        if torch.version.hip is not None:
-            raise UnsupportedPagesError("vLLM on ROCm shuffles the indexer's keys in tiles; that is not read here")
         return _row_cache(cache, self.row.nbytes, f"indexer keys of {self.row.nbytes} bytes")
 
 
@@ -227,14 +232,18 @@ def _row_cache(cache: torch.Tensor, elements: int, what: str) -> torch.Tensor:
 
 
 def indexer_reader(layout: KVLayout, cache: torch.Tensor) -> PageReader:
-    """The reader for one layer's indexer cache. Raises UnsupportedPagesError when it is not what the layout says."""
+    """The reader for one layer's indexer cache. Raises UnsupportedPagesError when it is not what the layout says, or of
+    a ROCm device whose e4m3 numbers are others (MI300, MI325)."""
     plane = next((plane for plane in layout.planes if plane.name == "index_k"), None)
     if plane is None or cache.dtype != torch.uint8:
         raise UnsupportedPagesError(f"an indexer cache of {cache.dtype} in a layout of {layout.model}")
     row, quantized = Fp8Row(BLOCK_VALUES), plane.dtype == INDEX_DTYPE
     if plane.row_shape != (row.nbytes if quantized else row.values,):
         raise UnsupportedPagesError(f"vLLM's indexer keys have {row.values} dims, not rows of {plane.row_shape}")
-    reader = IndexerPages(row, None if quantized else getattr(torch, plane.dtype))
+    rocm = torch.version.hip is not None
+    if rocm and "gfx94" in torch.cuda.get_device_properties(cache.device).gcnArchName:
+        raise UnsupportedPagesError("this GPU's fp8 is e4m3fnuz, whose numbers the wire does not have")
+    reader = IndexerPages(row, None if quantized else getattr(torch, plane.dtype), shuffled=rocm)
     reader.block_tokens(cache)
     return reader
 

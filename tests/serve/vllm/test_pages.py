@@ -140,13 +140,13 @@ def test_quantized_rows_are_read_as_they_lie(request: tuple[int, list[int], int,
     assert torch.equal(planes["rows"], rows[start:end])
 
 
-@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "shuffled"), [(None, False), (torch.bfloat16, False), (None, True)])
 @given(request=requests((16, 64)))
 @settings(max_examples=20, deadline=None)
 def test_indexer_keys_are_joined_with_their_scales(
-    dtype: torch.dtype | None, request: tuple[int, list[int], int, int, int]
+    dtype: torch.dtype | None, shuffled: bool, request: tuple[int, list[int], int, int, int]
 ) -> None:
-    """A page is stored key by key, as vLLM's kernel does it: all values of the block, then their scales."""
+    """A page is stored number by number, as vLLM's kernels do it: all values of the block, then their scales."""
     block_size, block_ids, tokens, start, end = request
     kind = index_keys("fp8", 128, 64, torch.bfloat16, interleaved=False)
     rows = torch.zeros((tokens, 132), dtype=torch.uint8)
@@ -154,11 +154,13 @@ def test_indexer_keys_are_joined_with_their_scales(
     pages = torch.zeros((6, block_size * 132), dtype=torch.uint8)
     for token, row in enumerate(rows):
         page, place = pages[block_ids[token // block_size]], token % block_size
-        page[place * 128 : place * 128 + 128] = row[:128]
+        for dim in range(128):
+            tile = place // 16 * 16 * 128 + dim // 16 * 16 * 16 + place % 16 * 16 + dim % 16
+            page[tile if shuffled else place * 128 + dim] = row[dim]
         page[block_size * 128 + place * 4 : block_size * 128 + place * 4 + 4] = row[128:]
 
     cache = pages.view(6, block_size, 132)
-    found = read(IndexerPages(Fp8Row(128), dtype), cache, block_ids, start, end)["index_k"]
+    found = read(IndexerPages(Fp8Row(128), dtype, shuffled), cache, block_ids, start, end)["index_k"]
 
     assert torch.equal(found, (rows if dtype is None else kind.read(rows))[start:end])
 
