@@ -27,6 +27,8 @@ def check_pairs(entry: MatrixEntry, cluster: Cluster | None) -> list[Finding]:
     decode = entry.roles.decode
     if decode is not None and isinstance(decode.args, TilertDecodeArgs):
         findings += _check_tilert(entry, decode.args, cluster)
+    if decode is not None and decode.engine == "bundled":
+        findings += _check_bundled(entry)
     findings += _check_pegainfer(entry)
     if (entry.kv_p2p_transfer == "pegaflow") != ("pegainfer" in entry.roles.engines().values() and entry.disagg):
         findings.append(
@@ -37,6 +39,21 @@ def check_pairs(entry: MatrixEntry, cluster: Cluster | None) -> list[Finding]:
             )
         )
     return findings
+
+
+def _check_bundled(entry: MatrixEntry) -> list[Finding]:
+    """vLLM sends the rows that it keeps, which must be those that the bundled decode was told of."""
+    prefill = entry.roles.prefill
+    if prefill is None or not isinstance(prefill.args, VllmArgs):
+        return []
+    wanted: str = "fp8_ds_mla" if entry.handoff.kv_dtype == "fp8" else entry.handoff.kv_dtype
+    key = "kv-cache-dtype" if wanted == "fp8_ds_mla" or prefill.args.kv_cache_dtype != "auto" else "dtype"
+    told: str = prefill.args.kv_cache_dtype if key == "kv-cache-dtype" else prefill.args.dtype
+    if told == wanted or (told == "auto" and wanted != "fp8_ds_mla"):
+        return []
+    message = f"{told} is not what decode expects with handoff.kv-dtype {entry.handoff.kv_dtype}."
+    at: Path = ("roles", "prefill", "args", key)
+    return [Finding(at, message, f"Write {wanted}.", code="kv-dtype-unpaired")]
 
 
 def _check_tilert(entry: MatrixEntry, args: TilertDecodeArgs, cluster: Cluster | None) -> list[Finding]:

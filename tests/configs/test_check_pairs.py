@@ -16,6 +16,7 @@ from tests.configs.recipes import CONFIGS
 
 Change = Callable[[dict[str, Any]], object]
 A, B = "glm5.1-fp8-b200-vllm-tilert", "glm5.3-fp8-mi355x-vllm-tilert"
+E, F = "glm5.1-fp8-b200-vllm-baton", "glm5.3-fp8-mi355x-vllm-baton"
 C, D = "glm5.2-fp8-b200-sglang-tilert-mtp4", "glm5.2-fp8-gb300-pegainfer-1p1d"
 
 
@@ -56,6 +57,9 @@ FAULTS: list[tuple[str, Change, str]] = [
     (B, lambda e: drop(e, "prefill", "block-size"), "Write block-size: 64."),
     (B, lambda e: args(e, "prefill").update({"dtype": "float16"}), "pass the handshake and are misread"),
     (B, lambda e: e["handoff"].update({"kv-dtype": "fp8"}), "rows are 576 bytes"),
+    (E, lambda e: args(e, "prefill").update({"kv-cache-dtype": "auto"}), "auto is not what decode expects"),
+    (E, lambda e: e["handoff"].update({"kv-dtype": "bfloat16"}), "fp8_ds_mla is not what decode expects"),
+    (F, lambda e: args(e, "prefill").update({"kv-cache-dtype": "auto", "dtype": "float16"}), "float16 is not what"),
     (B, lambda e: e["handoff"].update({"kv-dtype": "float16"}), "float16 has their stride at best"),
     (B, lambda e: e.update({"deprecated-model-reason": "none"}), "is active"),
     (C, lambda e: drop(e, "prefill", "layer-split"), "Write layer-split: true."),
