@@ -180,6 +180,11 @@ class MiniSlurm:
             )
         (home / "pid").write_text(str(process.pid))
 
+    def pid_on(self, node: str) -> int:
+        """A process inside the node's namespaces: the first child of the one that made them."""
+        outer = int((self.root / "nodes" / node / "pid").read_text())
+        return int(Path(f"/proc/{outer}/task/{outer}/children").read_text().split()[0])
+
     def is_up(self) -> bool:
         """Whether the controller answers; nothing else may run on this machine under this name."""
         pid = self.root / "run" / "slurmctld.pid"

@@ -1,4 +1,8 @@
-"""A role in a real podman container on a node: written as the user, removed with the job, nobody else's touched."""
+"""A role in a real container on a node: written as the user, removed with the job, nobody else's touched.
+
+podman starts a container as a child of its command; docker as one of its daemon, which survives whatever happens to the
+command. The second is played by podman's own service, which takes docker's command line.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from runners.outcome import JobCode
-from tests.runners.jobs import wait_for_point
+from runners.outcome import JobCode, Outcome
 from tests.slurm import jobs
 from tests.slurm.cluster import MiniSlurm, install, sh
 from tests.slurm.jobs import Watch, job_id, names, slurm_job, start, until
@@ -68,14 +71,40 @@ def foreign(image: str) -> Iterator[str]:
         sh("podman", "rm", "--force", "--time=0", name, check=False)
 
 
+@pytest.fixture
+def docker(slurm: MiniSlurm, image: str, shared: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A `docker` on the PATH of jobs, with a daemon on b200-2."""
+    socket = f"unix://{shared}/docker.sock"
+    command = shared / "bin" / "docker"
+    command.parent.mkdir()
+    command.write_text(f'#!/bin/sh\nexec podman --remote --url {socket} "$@"\n')
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{command.parent}:{os.environ['PATH']}")
+    enter = ["nsenter", f"--target={slurm.pid_on('b200-2')}", "--mount", "--net", "--uts", "--ipc", "--pid"]
+    daemon = subprocess.Popen([*enter, "podman", "system", "service", "--time=0", socket], stderr=subprocess.DEVNULL)
+    try:
+        until(
+            lambda: subprocess.run([str(command), "ps"], capture_output=True).returncode == 0, 20, "the daemon answers"
+        )
+        yield
+    finally:
+        daemon.terminate()
+        daemon.wait(10)
+
+
 def containers() -> list[str]:
-    return sh("podman", "ps", "--format={{.Names}}").split()
+    return sh("podman", "ps", "--all", "--format={{.Names}}").split()
 
 
-def test_role_in_a_container_writes_as_the_user_and_leaves_none_behind(shared: Path, image: str, foreign: str) -> None:
+@pytest.mark.parametrize("runtime", ["podman", "docker"])
+def test_role_in_a_container_writes_as_the_user_and_leaves_none_behind(
+    runtime: str, shared: Path, image: str, foreign: str, request: pytest.FixtureRequest
+) -> None:
+    if runtime == "docker":
+        request.getfixturevalue("docker")
     spec = slurm_job(shared, points=("ok", "hang"), point_s=600)
     mounts = [{"source": path, "target": path, "read-only": True} for path in MOUNTS]
-    spec.cluster_profile["container"] = {"runtime": "podman", "mounts": mounts}
+    spec.cluster_profile["container"] = {"runtime": runtime, "mounts": mounts}
     prefill = next(process for process in spec.processes if process.name == "prefill-0")
     argv = ("/usr/bin/sh", "-c", 'echo "$MASK" >"$0"; exec "$@"', "@run@/from-inside", *prefill.argv)
     inside = prefill.model_copy(update={"image": image, "argv": argv, "env": {"MASK": "only this"}})
@@ -83,7 +112,9 @@ def test_role_in_a_container_writes_as_the_user_and_leaves_none_behind(shared: P
     spec.write(spec.job_dir() / "spec.json")
     watch = Watch(spec)
     watch.fleet.members[0].submission, watch.fleet.members[0].ours = start(spec), True
-    wait_for_point(spec, "hang", 40)
+    hanging = spec.job_dir() / "points" / "hang" / "hanging"
+    until(lambda: hanging.exists() or Outcome.read(spec.job_dir()), 40, "the second point")
+    assert Outcome.read(spec.job_dir()) is None
     ours = f"baton-{job_id(spec)}-prefill-0"
     assert sorted(containers()) == sorted([ours, foreign])
     written = spec.job_dir() / "from-inside"
@@ -95,10 +126,10 @@ def test_role_in_a_container_writes_as_the_user_and_leaves_none_behind(shared: P
     assert (outcome.code, outcome.process, outcome.host) == (JobCode.ROLE_DIED, "prefill-0", "b200-2")
     assert names(outcome) == {"ok": "produced", "hang": "failed"}
     until(lambda: containers() == [foreign], 10, "our container is gone, the other is not")
-    until(lambda: jobs.processes_of(shared) == [], 10)
+    until(lambda: jobs.processes_of(spec.job_dir()) == [], 10)
 
 
 def client_of(container: str) -> int:
     """pid of the `podman run` that the warden started, as this machine counts."""
-    found = subprocess.run(["pgrep", "-f", f"^podman run .*--name {container} "], capture_output=True, text=True)
+    found = subprocess.run(["pgrep", "-f", f"^podman .*run .*--name {container} "], capture_output=True, text=True)
     return int(found.stdout.split()[0])

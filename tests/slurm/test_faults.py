@@ -259,7 +259,7 @@ def test_folder_that_is_not_shared_is_said_so(slurm: MiniSlurm, tmp_path: Path) 
 
 def test_folder_that_the_second_node_does_not_see_is_said_so(shared: Path, slurm: MiniSlurm) -> None:
     spec = slurm_job(shared)
-    pid = slurm_pid(slurm, "b200-2")
+    pid = slurm.pid_on("b200-2")
     jobs.sh("nsenter", f"--target={pid}", "--mount", "mount", "-t", "tmpfs", "none", str(spec.job_dir()))
     try:
         outcome = run(spec)
@@ -274,7 +274,7 @@ def test_full_disk_is_found_before_anything_starts(shared: Path, slurm: MiniSlur
     spec = slurm_job(shared)
     spec.cluster_profile["paths"]["node-local"] = str(local)
     spec.write(spec.job_dir() / "spec.json")
-    pid = slurm_pid(slurm, "b200-2")
+    pid = slurm.pid_on("b200-2")
     jobs.sh("nsenter", f"--target={pid}", "--mount", "mount", "-t", "tmpfs", "-o", "size=1M", "none", str(local))
     try:
         outcome = run(spec)
@@ -293,7 +293,7 @@ def small_disk(shared: Path, slurm: MiniSlurm) -> Iterator[Path]:
     sh("mkfs.ext4", "-q", "-m", "0", str(image))
     sh("mount", "-o", "loop", str(image), str(place))
     device = sh("findmnt", "-no", "SOURCE", str(place)).strip()
-    inside = [("nsenter", f"--target={slurm_pid(slurm, node)}", "--mount") for node in ("b200-1", "b200-2")]
+    inside = [("nsenter", f"--target={slurm.pid_on(node)}", "--mount") for node in ("b200-1", "b200-2")]
     for enter in inside:
         sh(*enter, "mount", device, str(place))
     try:
@@ -347,10 +347,3 @@ def test_machine_without_slurm_is_told_so(shared: Path, monkeypatch: pytest.Monk
     assert "srun" in outcome.message
     with pytest.raises(client.SlurmError, match="squeue is not on the PATH"):
         client.query(["1"])
-
-
-def slurm_pid(slurm: MiniSlurm, node: str) -> int:
-    """A process inside the node's namespaces: the first child of the one that made them."""
-    outer = int((slurm.root / "nodes" / node / "pid").read_text())
-    children = Path(f"/proc/{outer}/task/{outer}/children").read_text().split()
-    return int(children[0])
