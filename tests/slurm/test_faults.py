@@ -13,12 +13,14 @@ from pathlib import Path
 
 import pytest
 
+from configs.job import JobSpec
 from runners import launch, orchestrate
 from runners import slurm as client
 from runners.outcome import JobCode
 from tests.runners.jobs import events_of, wait_for_point
 from tests.slurm import jobs
 from tests.slurm.cluster import MiniSlurm, sh
+from tests.slurm.conftest import SHARED
 from tests.slurm.jobs import Watch, job_id, names, run, slurm_job, start, state, until
 
 
@@ -43,6 +45,24 @@ def hanging(shared: Path, points: tuple[str, ...] = ("ok", "hang", "ok-2"), **op
     watch.fleet.members[0].ours = True
     wait_for_point(spec, points[1])
     return spec, submission.job_id, watch
+
+
+Limited = tuple[JobSpec, Watch]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def limited(slurm: MiniSlurm) -> Iterator[Limited]:
+    """A job that is warned of its limit at once, as far as Slurm is concerned: it looks at limits twice a minute. So
+    the job starts with the first test of this file, in the partition that the others leave alone."""
+    folder = SHARED / f"limited-{os.getpid()}"
+    folder.mkdir(parents=True)
+    site = {"partition": "mi355x", "time-limit-min": 1, "warning-s": 60}
+    spec = slurm_job(folder, points=("ok", "hang"), nodes=1, point_s=600, site=site)
+    watch = Watch(spec)
+    watch.fleet.members[0].submission, watch.fleet.members[0].ours = start(spec), True
+    yield spec, watch
+    client.cancel(job_id(spec), gently=False)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def role_pid(spec, name: str) -> int:
@@ -199,14 +219,15 @@ def test_silent_second_run_after_a_preemption_is_refused(shared: Path) -> None:
     assert len([e for e in events_of(spec) if e["event"] == "point" and e["state"] == "started"]) == 2
 
 
-def test_warning_before_the_time_limit_reaches_the_batch_step_and_saves_what_is_there(shared: Path) -> None:
-    spec = slurm_job(shared, points=("ok", "hang"), point_s=600, site={"time-limit-min": 1, "warning-s": 60})
-    outcome = run(spec)
+def test_warning_before_the_time_limit_reaches_the_batch_step_and_saves_what_is_there(limited: Limited) -> None:
+    spec, watch = limited
+    outcome = watch.run()[0]
+    assert outcome is not None
     assert (outcome.code, outcome.outcome) == (JobCode.TIME_LIMIT, "failed")
     assert "about to pass" in outcome.message, "the warning, not the end of the allocation"
     assert names(outcome)["ok"] == "produced"
     released(job_id(spec))
-    assert jobs.processes_of(shared) == []
+    assert jobs.processes_of(spec.job_dir()) == []
 
 
 def test_scancel_from_outside_is_clean_within_15_s(shared: Path) -> None:
