@@ -196,8 +196,10 @@ class MiniSlurm:
         return "UP" in ping.stdout
 
     def idle(self) -> set[str]:
-        """Names of the nodes that Slurm calls idle."""
-        return set(sh("sinfo", "-hN", "-t", "idle", "-o", "%N", check=False).split())
+        """Names of the nodes that a job could have now: `sinfo -t idle` lists those that are still completing, or do
+        not answer yet, and a job that needs them is refused as one that can never run."""
+        lines = sh("sinfo", "-hN", "-o", "%N %T", check=False).splitlines()
+        return {name for name, state in (line.split() for line in lines) if state == "idle"}
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
