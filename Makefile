@@ -21,7 +21,7 @@ plan: setup  ## print every process the sweep would start, with its exact comman
 
 test: setup  ## all tests, with a real vLLM, Mooncake, aiperf and Chromium
 	@scripts/setup.sh test
-	@$(PY) -m pytest tests -n 2 --dist loadgroup
+	@$(PY) -m pytest tests -n 2 --dist loadgroup --durations 20
 
 lint: setup  ## ruff and mypy
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy

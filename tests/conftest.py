@@ -53,13 +53,17 @@ def stack(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterat
 
 @pytest.hookimpl(tryfirst=True)  # before the scheduler's own hook, which reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two workers: what owns the machine (a vLLM, the Slurm cluster) stays in one of them, other files are spread.
+    """Two workers: what owns the one Slurm stays in one of them, what shares a vLLM too, other files are spread.
 
-    Two vLLMs at once would halve each other, and there is one cluster; a file stays whole because of its fixtures. That
-    group comes first: it takes one worker about as long as everything else takes the other.
+    A file stays whole because of its fixtures. The two long groups come first, side by side: Slurm's tests mostly wait.
     """
+    first = ("slurm", "machine")
     for item in items:
-        heavy = any(item.get_closest_marker(name) for name in ("vllm", "slurm", "e2e"))
-        name = "machine" if heavy else str(item.path.relative_to(REPOSITORY))
+        heavy = any(item.get_closest_marker(name) for name in ("vllm", "e2e"))
+        name = "slurm" if item.get_closest_marker("slurm") else "machine" if heavy else _file(item)
         item.add_marker(pytest.mark.xdist_group(name))
-    items.sort(key=lambda item: item.get_closest_marker("xdist_group").args[0] != "machine")
+    items.sort(key=lambda item: item.get_closest_marker("xdist_group").args[0] not in first)
+
+
+def _file(item: pytest.Item) -> str:
+    return str(item.path.relative_to(REPOSITORY))

@@ -51,7 +51,7 @@ def write_smaller(path: Path) -> None:
         scenario.update({"requests-per-conc": 1, "min-requests": 4})
         scenario["search-space"][0]["conc-list"] = [1]
     for replay in entry["scenarios"].get("agentic-coding", ()):
-        replay.update({"sessions": 4, "duration-s": 60})
+        replay.update({"sessions": 2, "duration-s": 60})
     for task in entry["evals"]:
         task.update({"problems": 1, "max-tokens": 16})
     entry["canary"].update({"requests": 4, "max-tokens": 24})

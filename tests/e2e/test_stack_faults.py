@@ -124,7 +124,7 @@ def test_bodies_no_one_should_send_are_refused(stack: Stack) -> None:
 
 
 def test_a_prefill_killed_in_flight_fails_that_request_and_says_so(stack: Stack) -> None:
-    """Last of this file: nothing after it needs the prefill, which takes half a minute to start."""
+    """Last of this file, which is the last of this folder: a prefill takes half a minute to start again."""
     answers: list[Answer] = []
     sent = threading.Thread(
         target=lambda: answers.append(call(stack.router + "/v1/completions", body(stack, prompt(1900, seed=77))))
