@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -249,11 +249,13 @@ class Device:
 
 
 @pytest.fixture
-def rocm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[TilertEngine, Device]]:
+def rocm(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[TilertEngine, Device]]]:
     """TileRT's ROCm adapter over a Device, behind our engine."""
     from tilert.pd_vllm.profiles.glm5_rocm_engine import RocmGlm52EngineAdapter
 
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+
+    before = set(threading.enumerate())
 
     def make(says: list[int], **options: Any) -> tuple[TilertEngine, Device]:
         device = Device(says)
@@ -262,7 +264,9 @@ def rocm(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[TilertEngine, D
         plan = Plan(WIDTHS, layers=(LAYERS + 1,), key_layers=(*FULL, MTP_LAYER), max_top_k=0)
         return TilertEngine(theirs, max_model_len=32, plan=plan, speculation=MTP, name="tilert", **options), device
 
-    return make
+    yield make
+    left = [thread.name for thread in set(threading.enumerate()) - before if thread.name == "tilert-decode"]
+    assert not left, "a sequence was not released: its thread would take a core from every later test"
 
 
 def test_rows_land_where_the_rocm_engine_reads_them(rocm: Any) -> None:
@@ -324,6 +328,7 @@ def test_rows_that_the_engine_has_no_place_for_are_refused(rocm: Any) -> None:
     engine.admit(admission(1, rows_of(4, mtp=True)))
     with pytest.raises(EngineFull):
         engine.admit(admission(2, rows_of(4, mtp=True)))
+    engine.release(1)
 
 
 # ---- faults, which neither the stub nor a made-up device has ----

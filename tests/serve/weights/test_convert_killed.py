@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import platform
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -64,7 +66,17 @@ def convert_to(model_dir: Path, out: Path) -> Path:
     return convert(model_dir, out, RANKS, append_mtp=True, shard_bytes=SHARD_BYTES)
 
 
+def in_small_process(check: Callable[[Path, Path], None], model_dir: Path, folder: Path) -> None:
+    """Each step is a fork: of a process without the threads and the memory of the tests that ran before in this one."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        pool.submit(check, model_dir, folder).result(timeout=240)
+
+
 def test_killed_at_any_step_and_run_again_gives_the_same_bytes(model_dir: Path, folder: Path) -> None:
+    in_small_process(kill_at_every_step, model_dir, folder)
+
+
+def kill_at_every_step(model_dir: Path, folder: Path) -> None:
     clean = tree(convert_to(model_dir, folder / "clean"))
     steps = run(lambda: convert_to(model_dir, folder / "traced")).steps
     assert tree(folder / "traced") == clean
@@ -83,6 +95,10 @@ def test_killed_at_any_step_and_run_again_gives_the_same_bytes(model_dir: Path, 
 
 
 def test_killed_again_and_again_a_step_later_it_still_ends_the_same(model_dir: Path, folder: Path) -> None:
+    in_small_process(kill_a_step_later_each_time, model_dir, folder)
+
+
+def kill_a_step_later_each_time(model_dir: Path, folder: Path) -> None:
     clean = tree(convert_to(model_dir, folder / "clean"))
     out, number = folder / "out", 0
 
