@@ -183,7 +183,7 @@ async def test_an_admission_that_fails_frees_its_slot(server, engine, error, sta
 async def test_an_engine_without_room_makes_requests_wait_in_order(server, engine):
     engine.hold()
     first = asyncio.ensure_future(server.completion(await server.handoff("ab", first="c"), max_tokens=3))
-    await server.until(lambda info: info["active"] == 1)
+    await server.until(lambda info: info["active"] == 1 and bool(engine.sequences))
     engine.break_admit.append(EngineFull("fragmented"))
     second = asyncio.ensure_future(server.completion(await server.handoff("ab", first="e"), max_tokens=3))
     await server.until(lambda info: info["active"] + info["queued"] == 2)
