@@ -26,6 +26,7 @@ BRIDGE = "brbaton"
 NETWORK = "10.250.7"
 PACKAGES = {"slurmctld": "slurm-wlm", "munged": "munge", "ip": "iproute2", "gcc": "gcc"}
 CONTROLLER_NAME = "slurmctl"
+REVIVE_DEADLINE_S = 90
 
 
 class ClusterError(RuntimeError):
@@ -50,14 +51,14 @@ def install(packages: Collection[str]) -> None:
             sh("env", "DEBIAN_FRONTEND=noninteractive", *apt, timeout_s=180)
 
 
-def until(condition: object, deadline_s: float, what: str) -> None:
-    """Polls a callable ten times a second until it is true. Raises ClusterError after ``deadline_s``."""
+def until(condition: object, deadline_s: float, what: str, poll_s: float = 0.05) -> None:
+    """Polls a callable until it is true. Raises ClusterError after ``deadline_s``."""
     assert callable(condition)
     deadline = time.monotonic() + deadline_s
     while not condition():
         if time.monotonic() > deadline:
             raise ClusterError(f"{what}: not within {deadline_s:g} s")
-        time.sleep(0.05)
+        time.sleep(poll_s)
 
 
 def private_tmp(folder: Path) -> str:
@@ -149,9 +150,9 @@ class MiniSlurm:
         sh("ip", "link", "del", f"v-{node}", check=False)
 
     def revive_node(self, node: str) -> None:
-        """Power on again; the node is idle when this returns."""
+        """Power on again; the node is idle when this returns: Slurm first asks it, once a minute, to end what ran there."""
         self.start_node(node)
-        until(lambda: self._resume(node), 20, f"{node} idle")
+        until(lambda: self._resume(node), REVIVE_DEADLINE_S, f"{node} idle", poll_s=0.25)
 
     def start_node(self, node: str) -> None:
         """Starts slurmd in namespaces of its own; everything in them dies with their first process."""
