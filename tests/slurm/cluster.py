@@ -150,7 +150,7 @@ class MiniSlurm:
         sh("ip", "link", "del", f"v-{node}", check=False)
 
     def revive_node(self, node: str) -> None:
-        """Power on again; the node is idle when this returns: Slurm first asks it, once a minute, to end what ran there."""
+        """Power on again; the node is idle when this returns. Slurm first has it end what ran there: once a minute."""
         self.start_node(node)
         until(lambda: self._resume(node), REVIVE_DEADLINE_S, f"{node} idle", poll_s=0.25)
 
