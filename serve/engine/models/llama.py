@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 
 from serve.engine.base import LayerKV
-from serve.engine.cpu_threads import threads_for
 from serve.engine.kv_cache import CachePlane, KVRegion
 from serve.engine.linear import Linear
 from serve.engine.loader import Loader
@@ -98,13 +97,10 @@ class LlamaModel:
         # One view of everything cached a sequence and layer, made here so that the layers below make none.
         cached_SL = [span.cache[:, :, :, : span.start + span.count].unbind(0) for span in spans]
         masks = [causal_mask(span, self.device) for span in spans]
-        # What one sequence's attention reads in one layer, again for every new token.
-        row_bytes = 2 * self.kv_heads * self.head_dim * self.dtype.itemsize
-        attention_bytes = max((span.start + span.count) * span.count * row_bytes for span in spans)
         x_NE = self.embed_VE[token_ids_N]
         for index, layer in enumerate(self.layers):
             cached = [by_layer[index] for by_layer in cached_SL]
-            x_NE = layer.forward(x_NE, cos_N1D, sin_N1D, spans, cached, masks, attention_bytes)
+            x_NE = layer.forward(x_NE, cos_N1D, sin_N1D, spans, cached, masks)
         return F.rms_norm(x_NE, (self.hidden,), self.norm_E, self.eps)
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
@@ -145,7 +141,6 @@ class _Layer:
         spans: Sequence[Span],
         cached: Sequence[torch.Tensor],
         masks: Sequence[torch.Tensor | None],
-        attention_bytes: int,
     ) -> torch.Tensor:
         model = self.model
         qkv_NO = self.qkv(F.rms_norm(x_NE, (model.hidden,), self.norm_E, model.eps))
@@ -153,8 +148,7 @@ class _Layer:
         turned_NHD = rotate(turned_NHD, cos_N1D, sin_N1D)
         q_NHD, k_NGD = turned_NHD.split((model.heads, model.kv_heads), dim=1)
         v_NGD = qkv_NO[:, self.q_rows + self.kv_rows :].view(-1, model.kv_heads, model.head_dim)
-        with threads_for(attention_bytes, model.device):
-            mixed_NO = self._attend(q_NHD, k_NGD, v_NGD, spans, cached, masks)
+        mixed_NO = self._attend(q_NHD, k_NGD, v_NGD, spans, cached, masks)
         x_NE = model.parallel.plus(self.out, mixed_NO, x_NE)
         return model.parallel.plus(self.mlp, F.rms_norm(x_NE, (model.hidden,), self.mlp_norm_E, model.eps), x_NE)
 
