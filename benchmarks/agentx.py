@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import servers, stages, twin
-from benchmarks.client import ClientRun, Progress, read_aggregate
+from benchmarks.client import ClientRun, Progress
+from benchmarks.client_result import client_result
 from benchmarks.dataset import DatasetError, build_dataset, load_tokenizer
 from benchmarks.point import (
     EXIT_INFRASTRUCTURE,
@@ -24,7 +25,6 @@ from benchmarks.point import (
     PointResult,
     PointTask,
     UsageError,
-    artifacts,
     finish,
     parse_task,
 )
@@ -131,24 +131,7 @@ def assemble(spec: JobSpec, point: AgentXPoint, out: Path) -> PointResult:
         handoff_bytes=None if report is None else report.bytes_moved,
         client_error=proof.row,
     )
-    return PointResult(
-        point=point.id,
-        scenario=point.scenario,
-        fingerprint=spec.fingerprint or spec.computed_fingerprint(),
-        key=spec.key,
-        verdict=verdict,
-        row=row.flat(),
-        stages={} if report is None else report.as_dict(),
-        client={
-            **run.model_dump(mode="json", exclude={"started_at", "ended_at"}),
-            "url": context["url"],
-            "servers": context["after"],
-            "errors": read_aggregate(raw).get("error_summary") or [],
-        },
-        artifacts=artifacts(out),
-        started_at=run.started_at,
-        ended_at=run.ended_at,
-    )
+    return client_result(spec, point, out, verdict=verdict, row=row.flat(), run=run, report=report, context=context)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -11,6 +11,7 @@ from pathlib import Path
 from benchmarks import process_group
 from benchmarks.client import Progress
 from benchmarks.process_group import run_in_group
+from tests.processes import gone
 
 FAMILY = """
 import subprocess, sys, time, pathlib, signal
@@ -19,19 +20,6 @@ child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
 pathlib.Path(sys.argv[1]).write_text(str(child.pid))
 time.sleep(600)
 """
-
-
-def gone(pid: int, deadline_s: float = 10) -> bool:
-    deadline = time.monotonic() + deadline_s
-    while time.monotonic() < deadline:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def wait_for(path: Path, deadline_s: float = 10) -> int:

@@ -8,7 +8,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import time
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from serve.weights import tiny
 from serve.weights.convert import convert
 from serve.weights.convert import main as convert_main
 from tests.docs.test_docs import shell_lines
+from tests.processes import gone
 from tests.serve.engine.compare import generate
 from tests.serve.prefill.test_prefill_server import DEPTH, NAME, TEXT, TOKENS, Servers
 
@@ -74,20 +74,6 @@ def ranked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranked]:
 def workers_of(process: subprocess.Popen[str]) -> list[int]:
     listed = subprocess.run(["ps", "-o", "pid=,args=", "--ppid", str(process.pid)], capture_output=True, text=True)
     return [int(line.split()[0]) for line in listed.stdout.splitlines() if "serve.engine.rank_worker" in line]
-
-
-def gone(pid: int, deadline_s: float) -> bool:
-    """Whether a process that is not a child of ours ends in time."""
-    end = time.monotonic() + deadline_s
-    while time.monotonic() < end:
-        try:
-            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-        except OSError:
-            return True
-        if state == "Z":
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def test_prefill_hand_off_and_decode_on_two_ranks_give_one_engines_greedy_tokens(ranked: Ranked) -> None:

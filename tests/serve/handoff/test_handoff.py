@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,16 +27,6 @@ LLAMA = KVLayout.from_config(LLAMA_CONFIG, "float32")
 MLA = KVLayout.from_config(MLA_CONFIG, "bfloat16")
 TINY = tiny_layout()
 # A deadline on time.monotonic() that a test does not meet.
-
-
-@pytest.fixture(scope="module")
-def engines() -> Iterator[tuple[MooncakeTransport, MooncakeTransport]]:
-    pair = (MooncakeTransport("tcp"), MooncakeTransport("tcp"))
-    for engine in pair:
-        engine.start("127.0.0.1")
-    yield pair
-    for engine in pair:
-        engine.close()
 
 
 Receive = Callable[..., Awaitable[HandoffReceiver]]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -21,16 +20,6 @@ from tests.serve.handoff.waiting import until_async
 
 LLAMA = KVLayout.from_config({**LLAMA_CONFIG, "num_hidden_layers": 3}, "float32")
 MLA = KVLayout.from_config(MLA_CONFIG, "bfloat16")
-
-
-@pytest.fixture(scope="module")
-def engines() -> Iterator[tuple[MooncakeTransport, MooncakeTransport]]:
-    pair = (MooncakeTransport("tcp"), MooncakeTransport("tcp"))
-    for engine in pair:
-        engine.start("127.0.0.1")
-    yield pair
-    for engine in pair:
-        engine.close()
 
 
 def rows_of(layout: KVLayout, prompt: list[int], poison: int | None = None) -> dict[tuple[str, int], Any]:
