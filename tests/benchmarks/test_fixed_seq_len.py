@@ -95,7 +95,9 @@ def test_a_healthy_run_is_valid(healthy) -> None:
 
 
 def test_the_result_says_where_it_was_measured(healthy) -> None:
-    _, _, _, result = healthy
+    bench, _, _, result = healthy
+    context = json.loads((bench.out / "raw/servers.json").read_text())
+    assert (result.client["url"], result.client["servers"]) == (context["url"], context["after"]) and context["after"]
     assert result.provenance["run_id"] == "r" and result.provenance["machine"]["cores"] >= 1
     assert result.published()["provenance"]["started_at"] == result.started_at
 
