@@ -6,9 +6,9 @@ parallelism, ports, transfer, draft depth) is no argument: the adapter in runner
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, Self
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from configs.base import Strict
 from configs.job import EngineName, RoleName
@@ -49,6 +49,22 @@ class VllmArgs(Strict):
     cpu_omp_threads_bind: str | None = Field(
         default=None, pattern=r"^[0-9,|-]+$|^auto$|^nobind$", description="Cores of vLLM's OpenMP threads on a CPU."
     )
+    cpu_threads: int | None = Field(
+        default=None,
+        gt=0,
+        le=1024,
+        description="Compute on a CPU with so many threads inside the engine process: no worker process is started, "
+        "which would poll for a second after every step. For one rank; null leaves threads and processes to vLLM.",
+    )
+
+    @model_validator(mode="after")
+    def _threads_are_bound_in_one_way(self) -> Self:
+        if self.cpu_threads is not None and self.cpu_omp_threads_bind is not None:
+            raise ValueError(
+                "cpu-threads computes in the engine process, where vLLM binds no threads: set cpu-threads or "
+                "cpu-omp-threads-bind, not both"
+            )
+        return self
 
 
 class SglangArgs(Strict):
