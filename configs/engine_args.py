@@ -54,7 +54,7 @@ class VllmArgs(Strict):
         gt=0,
         le=1024,
         description="Compute on a CPU with so many threads inside the engine process: no worker process is started, "
-        "which would poll for a second after every step. For one rank; null leaves threads and processes to vLLM.",
+        "which would poll for a second after every step. null leaves threads and processes to vLLM.",
     )
 
     @model_validator(mode="after")

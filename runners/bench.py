@@ -168,7 +168,7 @@ async def serve_and_measure(dtype: str, quick: bool, seed: int) -> dict[str, Any
                     bench = Bench(spec, session, seed)
                     return {
                         "versions": spec.versions,
-                        "decode": [await bench.decode(batch, 2 if quick else 5, 64) for batch in (1, 8)],
+                        "decode": [await bench.decode(batch, 2 if quick else 5, 160) for batch in (1, 8)],
                         "ttft": await bench.ttft(512, 2 if quick else 7),
                     }
             finally:

@@ -42,6 +42,10 @@ class KVRegion:
         row_elements = self._rows[name]
         return self._arena[name].narrow(1, self.start * row_elements, self.tokens * row_elements)
 
+    def arena(self, name: str) -> torch.Tensor:
+        """[L, arena tokens * row_elements]: what the region is cut from."""
+        return self._arena[name]
+
 
 class KVCache:
     """The arena and its accounting. Regions are contiguous, so a fragmented arena can refuse what the sum would hold.

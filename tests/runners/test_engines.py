@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from configs.document import ConfigError
 from configs.engine_args import CAPABILITIES, FRAMEWORK_OF, PAIRINGS
 from configs.job import JobSpec, Parallelism, ProcessSpec
 from configs.load import load_cluster, load_matrix, load_model
@@ -60,11 +61,35 @@ def test_prefill_loads_our_connector_with_the_specs_numbers(tmp_path: Path) -> N
     }
     assert process.env == {
         "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "2",
         "PYTHONPATH": "@repo@",
         "VLLM_CPU_KVCACHE_SPACE": "1",
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_NO_USAGE_STATS": "1",
     }
+    assert option(process, "--distributed-executor-backend") == "uni"
     assert process.writes == ("@run@/stages/prefill-0.stage.jsonl",)
+
+
+def test_without_cpu_threads_vllm_chooses_threads_and_processes(tmp_path: Path) -> None:
+    entry = local_entry()
+    del entry["roles"]["prefill"]["args"]["cpu-threads"]
+    entry["roles"]["prefill"]["args"]["cpu-omp-threads-bind"] = "0-1"
+    _, process = process_of(tmp_path, entry, "prefill-0")
+    assert "--distributed-executor-backend" not in process.argv
+    assert process.env["VLLM_CPU_OMP_THREADS_BIND"] == "0-1"
+    assert not {"OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING"} & process.env.keys()
+
+
+def test_threads_of_a_cpu_are_asked_for_in_one_way_and_not_on_gpus(tmp_path: Path) -> None:
+    both = local_entry()
+    both["roles"]["prefill"]["args"]["cpu-omp-threads-bind"] = "0-1"
+    with pytest.raises(ConfigError, match="set cpu-threads or cpu-omp-threads-bind, not both"):
+        process_of(tmp_path, both, "prefill-0")
+    gpus = gpu_entry()
+    gpus["roles"]["aggregated"]["args"] = {"cpu-threads": 2}
+    with pytest.raises(ExpandError, match="aggregated-0: cpu-threads is for a cluster without GPUs"):
+        process_of(tmp_path, gpus, "aggregated-0")
 
 
 def test_decode_gets_pool_batch_and_ports(tmp_path: Path) -> None:

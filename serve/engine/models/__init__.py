@@ -12,6 +12,8 @@ from serve.engine.fused.limits import kernel_refusal, refusal
 from serve.engine.models.base import DecoderModel
 from serve.engine.models.deepseek_v3 import DeepseekV3Model
 from serve.engine.models.fused import FusedDeepseekV3Model, FusedGlmMoeDsaModel
+from serve.engine.models.fused_llama import FusedLlamaModel
+from serve.engine.models.fused_llama import refusal as llama_refusal
 from serve.engine.models.glm_moe_dsa import GlmMoeDsaModel
 from serve.engine.models.llama import LlamaModel
 from serve.engine.parallel import SINGLE, Parallel
@@ -31,7 +33,10 @@ _MODELS: dict[str, Callable[..., DecoderModel]] = {
 _FUSED: dict[str, Callable[..., DecoderModel]] = {
     "deepseek_v3": FusedDeepseekV3Model,
     "glm_moe_dsa": FusedGlmMoeDsaModel,
+    "llama": FusedLlamaModel,
 }
+# Where a fused step is faster than the eager one.
+_AUTO = {"deepseek_v3": "cuda", "glm_moe_dsa": "cuda", "llama": "cpu"}
 
 
 def create_model(
@@ -49,15 +54,15 @@ def create_model(
     """The model of ``config`` (config.json's content), loaded; with ``mtp`` a DraftingModel.
 
     ``kv_dtype`` fp8 quantizes the rows of its KV cache; anything else keeps them in ``dtype``. With ``parallel`` it is
-    one rank's part, and ``checkpoint`` gives the rank's parts of tensors. ``step``: fused has the model of fused.py,
-    which must be bound to its KV cache; auto has it on CUDA where it can do this model. Raises ValueError for what no
-    model file supports.
+    one rank's part, and ``checkpoint`` gives the rank's parts of tensors. ``step``: fused has the model of fused.py or
+    fused_llama.py, which must be bound to its KV cache; auto has it where it can do this model and is faster. Raises
+    ValueError for what no model file supports.
     """
     kind = config.get("model_type")
     if kind not in _MODELS:
         raise ValueError(f"config.json: model_type {kind!r} is not supported, only {', '.join(sorted(_MODELS))}")
     model = _MODELS[kind]
-    if step != "eager" and (step == "fused" or device.type == "cuda"):
+    if step == "fused" or (step == "auto" and device.type in ("cuda", _AUTO[kind])):
         refused = _fused_refusal(config, dtype, device, kv_dtype, parallel)
         if refused is None:
             model = _FUSED[kind]
@@ -71,10 +76,10 @@ def create_model(
 def _fused_refusal(
     config: Mapping[str, Any], dtype: torch.dtype, device: torch.device, kv_dtype: str | None, parallel: Parallel
 ) -> str | None:
-    if config["model_type"] not in _FUSED:
-        return f"model_type {config['model_type']} has none, only {', '.join(sorted(_FUSED))}"
     if parallel.size > 1:
         return f"it runs on one device, not on {parallel.size} ranks"
+    if config["model_type"] == "llama":
+        return llama_refusal(dtype, device)
     if kv_dtype == FP8:
         return "it reads KV rows as they are computed, not fp8 ones"
     return refusal(config) or (kernel_refusal(config, dtype) if device.type == "cuda" else None)

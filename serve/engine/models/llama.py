@@ -1,14 +1,15 @@
 """Llama (arXiv 2302.13971) and checkpoints of its shape: GQA, RMSNorm, SwiGLU, rotate-half RoPE.
 
 Legend: N = new tokens of a forward, E = hidden, O = a projection's outputs, H = query heads, G = KV heads, R = H/G
-query heads a KV head, D = head dim, C = a region's capacity, T = cached tokens, S = sequences, L = layers,
+query heads a KV head, J = H + 2 G heads of q, k and v, D = head dim, C = a region's capacity, A = rows of one head in
+a layer of the arena, W = 2 G N of them that a forward writes, T = cached tokens, S = sequences, L = layers,
 V = vocabulary, P = 2 planes (K, then V).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +24,26 @@ from serve.engine.rope import RotaryTable, rotate
 from serve.engine.swiglu import SwiGLU
 from serve.handoff.rows import FP8
 from serve.weights.index import Checkpoint
+
+
+class LlamaCache(NamedTuple):
+    """A sequence's rows: a region of the arena, and where in a layer of the arena they begin."""
+
+    kv_LPGCD: torch.Tensor
+    arena_LAD: torch.Tensor
+    first_row: int
+
+
+class _LayerStep(NamedTuple):
+    """What a layer needs of a forward beside the hidden states."""
+
+    spans: Sequence[Span]
+    cos_NJD: torch.Tensor
+    sin_NJD: torch.Tensor
+    arena_AD: torch.Tensor
+    written_W: torch.Tensor
+    cached: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    masks: Sequence[torch.Tensor | None]
 
 
 class LlamaModel:
@@ -56,7 +77,12 @@ class LlamaModel:
         heads: int = config["num_attention_heads"]
         self.parallel = parallel
         self.heads = parallel.share(heads, "num_attention_heads")
-        self.kv_heads = parallel.share(config.get("num_key_value_heads") or heads, "num_key_value_heads")
+        kv_heads: int = config.get("num_key_value_heads") or heads
+        if heads % kv_heads:
+            raise ValueError(
+                f"config.json: num_attention_heads {heads} is no multiple of num_key_value_heads {kv_heads}"
+            )
+        self.kv_heads = parallel.share(kv_heads, "num_key_value_heads")
         self.head_dim: int = config.get("head_dim") or self.hidden // heads
         self.kv_layers: int = config["num_hidden_layers"]
         self.eps: float = config["rms_norm_eps"]
@@ -76,32 +102,56 @@ class LlamaModel:
     def cache_planes(self) -> Sequence[CachePlane]:
         return [CachePlane("kv", self.kv_layers, 2 * self.kv_heads * self.head_dim, self.dtype)]
 
-    def open_cache(self, region: KVRegion) -> torch.Tensor:
-        """kv_LPGCD, a view of the region."""
-        return region.plane("kv").view(self.kv_layers, 2, self.kv_heads, region.tokens, self.head_dim)
+    def open_cache(self, region: KVRegion) -> LlamaCache:
+        kv_LPGCD = region.plane("kv").view(self.kv_layers, 2, self.kv_heads, region.tokens, self.head_dim)
+        arena_LAD = region.arena("kv").view(self.kv_layers, -1, self.head_dim)
+        return LlamaCache(kv_LPGCD, arena_LAD, region.start * 2 * self.kv_heads)
 
-    def inject(self, cache: torch.Tensor, kv: LayerKV, tokens: int) -> None:
+    def inject(self, cache: LlamaCache, kv: LayerKV, tokens: int) -> None:
         shape = (tokens, self.kv_heads * self.parallel.size, self.head_dim)
         check_rows(kv, {"k": shape, "v": shape}, self.kv_layers)
         for plane, name in enumerate(("k", "v")):
             mine_TGD = kv.planes[name][:, self.parallel.rows(self.kv_heads)]
-            cache[kv.layer, plane, :, :tokens].copy_(mine_TGD.transpose(0, 1))
+            cache.kv_LPGCD[kv.layer, plane, :, :tokens].copy_(mine_TGD.transpose(0, 1))
 
-    def extract(self, cache: torch.Tensor, layer: int, start: int, end: int) -> LayerKV:
-        mine = (cache[layer, plane, :, start:end].transpose(0, 1) for plane in range(2))
+    def extract(self, cache: LlamaCache, layer: int, start: int, end: int) -> LayerKV:
+        mine = (cache.kv_LPGCD[layer, plane, :, start:end].transpose(0, 1) for plane in range(2))
         k_TGD, v_TGD = (self.parallel.gather(rows_TGD, 1) for rows_TGD in mine)
         return LayerKV(layer, {"k": k_TGD, "v": v_TGD})
 
     def forward(self, token_ids_N: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
-        cos_N1D, sin_N1D = self.rope.at(positions(spans, self.device))
-        # One view of everything cached a sequence and layer, made here so that the layers below make none.
-        cached_SL = [span.cache[:, :, :, : span.start + span.count].unbind(0) for span in spans]
+        positions_N = positions(spans, self.device)
+        steps = self._rotation(positions_N)
+        written_W = self._written(positions_N, spans)
+        # Every view of the cache that a layer needs, made here at once so that the layers below make none.
+        arena_LAD = spans[0].cache.arena_LAD.unbind(0)
+        cached_SL = [_cached(span) for span in spans]
         masks = [causal_mask(span, self.device) for span in spans]
         x_NE = self.embed_VE[token_ids_N]
         for index, layer in enumerate(self.layers):
-            cached = [by_layer[index] for by_layer in cached_SL]
-            x_NE = layer.forward(x_NE, cos_N1D, sin_N1D, spans, cached, masks)
+            step = _LayerStep(
+                spans, *steps, arena_LAD[index], written_W, [cached[index] for cached in cached_SL], masks
+            )
+            x_NE = layer.forward(x_NE, step)
         return F.rms_norm(x_NE, (self.hidden,), self.norm_E, self.eps)
+
+    def _rotation(self, positions_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos_NJD and sin_NJD for the heads of q, k and v side by side; those of v turn by nothing."""
+        cos_N1D, sin_N1D = self.rope.at(positions_N)
+        turned, still = self.heads + self.kv_heads, (len(positions_N), self.kv_heads, self.head_dim)
+        return (
+            torch.cat((cos_N1D.expand(-1, turned, -1), cos_N1D.new_ones(still)), dim=1),
+            torch.cat((sin_N1D.expand(-1, turned, -1), sin_N1D.new_zeros(still)), dim=1),
+        )
+
+    def _written(self, positions_N: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
+        """Where in a layer's arena_AD the new tokens' rows go, each token's K heads and then its V heads."""
+        counts = torch.tensor([span.count for span in spans])
+        first_N = torch.tensor([span.cache.first_row for span in spans]).repeat_interleave(counts).to(self.device)
+        apart_N = torch.tensor([span.cache.kv_LPGCD.shape[3] for span in spans]).repeat_interleave(counts)
+        heads_Z = torch.arange(2 * self.kv_heads, device=self.device)
+        rows_NZ = (first_N + positions_N)[:, None] + apart_N.to(self.device)[:, None] * heads_Z
+        return rows_NZ.flatten()
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         return self.parallel.gather(self.head(hidden_NE), -1)
@@ -133,52 +183,36 @@ class _Layer:
         inner = config["intermediate_size"]
         self.mlp = SwiGLU(load, prefix + "mlp.", hidden, inner, bias=mlp_bias, parallel=model.parallel)
 
-    def forward(
-        self,
-        x_NE: torch.Tensor,
-        cos_N1D: torch.Tensor,
-        sin_N1D: torch.Tensor,
-        spans: Sequence[Span],
-        cached: Sequence[torch.Tensor],
-        masks: Sequence[torch.Tensor | None],
-    ) -> torch.Tensor:
+    def forward(self, x_NE: torch.Tensor, step: _LayerStep) -> torch.Tensor:
         model = self.model
         qkv_NO = self.qkv(F.rms_norm(x_NE, (model.hidden,), self.norm_E, model.eps))
-        turned_NHD = qkv_NO[:, : self.q_rows + self.kv_rows].view(-1, model.heads + model.kv_heads, model.head_dim)
-        turned_NHD = rotate(turned_NHD, cos_N1D, sin_N1D)
-        q_NHD, k_NGD = turned_NHD.split((model.heads, model.kv_heads), dim=1)
-        v_NGD = qkv_NO[:, self.q_rows + self.kv_rows :].view(-1, model.kv_heads, model.head_dim)
-        mixed_NO = self._attend(q_NHD, k_NGD, v_NGD, spans, cached, masks)
-        x_NE = model.parallel.plus(self.out, mixed_NO, x_NE)
+        qkv_NJD = rotate(qkv_NO.view(len(qkv_NO), -1, model.head_dim), step.cos_NJD, step.sin_NJD)
+        step.arena_AD.index_copy_(0, step.written_W, qkv_NJD[:, model.heads :].reshape(-1, model.head_dim))
+        x_NE = model.parallel.plus(self.out, self._attend(qkv_NJD, step), x_NE)
         return model.parallel.plus(self.mlp, F.rms_norm(x_NE, (model.hidden,), self.mlp_norm_E, model.eps), x_NE)
 
-    def _attend(
-        self,
-        q_NHD: torch.Tensor,
-        k_NGD: torch.Tensor,
-        v_NGD: torch.Tensor,
-        spans: Sequence[Span],
-        cached: Sequence[torch.Tensor],
-        masks: Sequence[torch.Tensor | None],
-    ) -> torch.Tensor:
+    def _attend(self, qkv_NJD: torch.Tensor, step: _LayerStep) -> torch.Tensor:
         model = self.model
         mixed = []
         row = 0
-        for span, kv_PGTD, mask_NT in zip(spans, cached, masks, strict=True):
-            rows = slice(row, row + span.count)
+        for span, (k_1GTD, v_1GTD), mask_NT in zip(step.spans, step.cached, step.masks, strict=True):
+            q_NHD = qkv_NJD[row : row + span.count, : model.heads]
             row += span.count
-            kv_PGTD[0, :, span.start :] = k_NGD[rows].transpose(0, 1)
-            kv_PGTD[1, :, span.start :] = v_NGD[rows].transpose(0, 1)
-            k_1GTD, v_1GTD = kv_PGTD.split(1)
             if span.count == 1:
                 # The query heads of a KV head become query rows, so each K and V row is read once for all of them.
-                q_1GRD = q_NHD[rows].view(1, model.kv_heads, -1, model.head_dim)
+                q_1GRD = q_NHD.view(1, model.kv_heads, -1, model.head_dim)
                 mixed_1GRD = F.scaled_dot_product_attention(q_1GRD, k_1GTD, v_1GTD)
                 mixed.append(mixed_1GRD.reshape(1, self.q_rows))
             else:
-                q_1HND = q_NHD[rows].transpose(0, 1)[None]
+                q_1HND = q_NHD.transpose(0, 1)[None]
                 mixed_1HND = F.scaled_dot_product_attention(
                     q_1HND, k_1GTD, v_1GTD, attn_mask=mask_NT, is_causal=mask_NT is None, enable_gqa=True
                 )
                 mixed.append(mixed_1HND[0].transpose(0, 1).reshape(span.count, self.q_rows))
         return mixed[0] if len(mixed) == 1 else torch.cat(mixed)
+
+
+def _cached(span: Span) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """k_1GTD and v_1GTD of each layer, the new tokens' rows included."""
+    kv_LP1GTD = span.cache.kv_LPGCD[:, :, None, :, : span.start + span.count]
+    return [kv_P1GTD.unbind(0) for kv_P1GTD in kv_LP1GTD.unbind(0)]

@@ -157,6 +157,7 @@ def test_chunked_prefill_equals_prefill_in_one_piece(
     ("changes", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ({"num_key_value_heads": 4}, "num_attention_heads 6 is no multiple of num_key_value_heads 4"),
         ({"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, "rope type 'dynamic'"),
     ],
 )
