@@ -6,7 +6,7 @@ from configs.engine_args import BundledDecodeArgs, BundledPrefillArgs, BundledRo
 from configs.job import EngineName, PrepareStep, Readiness, RoleName
 from configs.model import Gqa
 from runners.engines import bundled_tilert
-from runners.engines.base import EngineError, RoleContext, flag, one_node, ready, transport_packages
+from runners.engines.base import EngineError, RoleContext, flag, one_node, ready, sharing_cores, transport_packages
 
 READY_WORKER_S = 180.0
 READY_LARGE_S = 3600.0  # a checkpoint of hundreds of GiB on a GPU site
@@ -35,12 +35,7 @@ class BundledAdapter:
         env = {"HF_HUB_OFFLINE": "1", "PYTHONPATH": "@repo@"}
         if context.role != "router" and context.handoff.protocol == "rdma":
             env["RDMAV_FORK_SAFE"] = "1"
-        if context.role != "router" and context.on_cpu:
-            # How long an OpenMP thread with nothing to do spins before it sleeps; read when torch loads. On 2 cores,
-            # SmolLM2 fp32, batch 8 (2026-11-29), tokens/s on idle cores and with one core busy: the default (300000)
-            # 175 and 59, sleeping at once 119 and 113, 1000 166 and 85, 3000 175 and 62.
-            env["GOMP_SPINCOUNT"] = "1000"
-        return env
+        return env if context.role == "router" else env | sharing_cores(context)
 
     def readiness(self, context: RoleContext) -> Readiness:
         worker = READY_WORKER_S if context.on_cpu else READY_LARGE_S

@@ -6,7 +6,7 @@ import json
 
 from configs.engine_args import TilertDecodeArgs, VllmArgs
 from configs.job import EngineName, PrepareStep, Readiness, RoleName
-from runners.engines.base import EngineError, RoleContext, flag, ready, switch, transport_packages
+from runners.engines.base import EngineError, RoleContext, flag, ready, sharing_cores, switch, transport_packages
 from runners.engines.tilert import profile_of, wire_env
 
 # Eager start on two CPU cores takes 25 to 30 s, with compilation 90 to 115 s; on GPUs weights dominate.
@@ -71,6 +71,7 @@ class VllmAdapter:
         if context.handoff.transport == "mooncake" and context.handoff.protocol == "rdma":
             # Without it a forked worker silently falls back to TCP.
             env["RDMAV_FORK_SAFE"] = "1"
+        env |= sharing_cores(context)
         tilert = _tilert(context)
         return env if tilert is None else env | wire_env(context, tilert)
 

@@ -60,6 +60,7 @@ def test_prefill_loads_our_connector_with_the_specs_numbers(tmp_path: Path) -> N
         },
     }
     assert process.env == {
+        "GOMP_SPINCOUNT": "1000",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "2",
         "PYTHONPATH": "@repo@",
