@@ -22,13 +22,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from safetensors.torch import save_file
 
+from serve.handoff.layout import DTYPE_BYTES
 from serve.weights.atomic_dir import StagingError, build_directory
-from serve.weights.index import INDEX_FILE, SINGLE_FILE, TORCH_DTYPES
+
+# torch is imported where tensors are written, so that a run whose checkpoint is complete does not wait for it.
 
 CONVERTER_VERSION = 1
+DTYPES = ("bfloat16", "float16", "float32")
 SHARD_BYTES = 2 * 2**30
 TOKENIZER_ALLOWANCE_BYTES = 64 * 2**20
 
@@ -57,13 +58,13 @@ class GGUFError(ValueError):
 
 
 def convert_gguf(source: Path, out: Path, dtype: str) -> Path:
-    """Writes ``source`` (Llama architecture) as a checkpoint in ``dtype`` (a key of TORCH_DTYPES); returns ``out``.
+    """Writes ``source`` (Llama architecture) as a checkpoint in ``dtype`` (one of DTYPES); returns ``out``.
 
     Does nothing when ``out`` was already made from the same bytes, dtype and converter version. Two callers at once
     are safe; an interrupted conversion is redone. Raises GGUFError, StagingError.
     """
-    if dtype not in TORCH_DTYPES:
-        raise GGUFError(f"dtype {dtype!r} is not one of {', '.join(TORCH_DTYPES)}")
+    if dtype not in DTYPES:
+        raise GGUFError(f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
     if not source.is_file():
         raise GGUFError(f"{source}: no such file")
     identity = {"sha256": _sha256(source), "dtype": dtype, "converter_version": CONVERTER_VERSION}
@@ -76,11 +77,11 @@ def convert_gguf(source: Path, out: Path, dtype: str) -> Path:
 
     def needed_bytes() -> int:
         parameters = sum(int(tensor.n_elements) for tensor in reader().tensors)
-        return parameters * int(TORCH_DTYPES[dtype].itemsize) + TOKENIZER_ALLOWANCE_BYTES
+        return parameters * DTYPE_BYTES[dtype] + TOKENIZER_ALLOWANCE_BYTES
 
     def build(directory: Path) -> None:
         config = _hf_config(reader(), source, dtype)
-        _write_tensors(reader(), source, config, directory, TORCH_DTYPES[dtype])
+        _write_tensors(reader(), source, config, directory, dtype)
         _write_tokenizer(source, directory)
         _write_config(config, directory)
 
@@ -191,7 +192,12 @@ def _rotate_half_order(rows: np.ndarray, heads: int) -> np.ndarray:
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
-def _write_tensors(reader: Any, source: Path, config: Any, directory: Path, dtype: torch.dtype) -> None:
+def _write_tensors(reader: Any, source: Path, config: Any, directory: Path, dtype: str) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    from serve.weights.index import INDEX_FILE, SINGLE_FILE, TORCH_DTYPES
+
     shards: list[list[str]] = []
     shard: dict[str, torch.Tensor] = {}
     shard_bytes = 0
@@ -204,7 +210,7 @@ def _write_tensors(reader: Any, source: Path, config: Any, directory: Path, dtyp
 
     for name, weights in _tensors(reader, source, config):
         # A copy: unquantised GGUF arrays are read-only views on the mapped file.
-        tensor = torch.from_numpy(np.array(weights, dtype=np.float32)).to(dtype)
+        tensor = torch.from_numpy(np.array(weights, dtype=np.float32)).to(TORCH_DTYPES[dtype])
         size_bytes = tensor.numel() * tensor.element_size()
         if shard and shard_bytes + size_bytes > SHARD_BYTES:
             flush()
@@ -258,7 +264,7 @@ def main(argv: list[str] | None = None) -> int:
     where.add_argument("--package", help="installed package that holds the GGUF file (it is not imported)")
     where.add_argument("--source", type=Path, help="GGUF file")
     parser.add_argument("--out", type=Path, required=True, help="directory to write")
-    parser.add_argument("--dtype", choices=sorted(TORCH_DTYPES), default="float32")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32")
     options = parser.parse_args(argv)
     logging.basicConfig(level=logging.INFO, stream=sys.stderr)
     try:

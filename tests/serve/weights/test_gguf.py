@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaForCausalLM
 from serve.weights import atomic_dir, gguf
 from serve.weights.atomic_dir import StagingError
 from serve.weights.gguf import GGUFError, convert_gguf, find_package_gguf, main
-from serve.weights.index import Checkpoint
+from serve.weights.index import TORCH_DTYPES, Checkpoint
 
 
 def tensors(directory: Path) -> dict[str, torch.Tensor]:
@@ -40,7 +40,7 @@ def test_tensors_and_config_equal_the_transformers_route(tiny_gguf: Path, tmp_pa
 
     reference = AutoModelForCausalLM.from_pretrained(
         tiny_gguf.parent, gguf_file=tiny_gguf.name, dtype=torch.float32
-    ).to(gguf.TORCH_DTYPES[dtype])
+    ).to(TORCH_DTYPES[dtype])
     expected = {name: tensor for name, tensor in reference.state_dict().items() if name != "lm_head.weight"}
     assert_same(tensors(out), expected)
     config = json.loads((out / "config.json").read_text())
