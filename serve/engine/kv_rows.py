@@ -189,7 +189,9 @@ def _quantize(values_NR: torch.Tensor, row: Fp8Row, out_NB: torch.Tensor) -> Non
     """Writes e4m3 values and scales, each block's largest magnitude as 448."""
     wide_NR = F.pad(values_NR.float(), (0, row.blocks * BLOCK_VALUES - row.values))
     blocks_NKV = wide_NR.unflatten(-1, (row.blocks, BLOCK_VALUES))
-    scale_NK = (blocks_NKV.abs().amax(dim=-1) / E4M3_MAX).clamp_(min=SMALLEST_SCALE)
+    # Divided by a tensor: by a number torch multiplies with the reciprocal on CUDA, and scales end in another bit.
+    largest_NK = blocks_NKV.abs().amax(dim=-1)
+    scale_NK = (largest_NK / largest_NK.new_full((1,), E4M3_MAX)).clamp_(min=SMALLEST_SCALE)
     rounded_NR = (blocks_NKV / scale_NK[..., None]).flatten(-2)[..., : row.values].to(torch.float8_e4m3fn)
     out_NB[..., : row.values].copy_(rounded_NR.view(torch.uint8))
     _scales(out_NB, row).copy_(scale_NK)
