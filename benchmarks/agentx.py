@@ -17,17 +17,8 @@ from typing import Any
 from benchmarks import servers, stages, twin
 from benchmarks.client import ClientRun, Progress
 from benchmarks.client_result import client_result
-from benchmarks.dataset import DatasetError, build_dataset, load_tokenizer
-from benchmarks.point import (
-    EXIT_INFRASTRUCTURE,
-    EXIT_INTERRUPTED,
-    EXIT_USAGE,
-    PointResult,
-    PointTask,
-    UsageError,
-    finish,
-    parse_task,
-)
+from benchmarks.dataset import DatasetError, load_tokenizer
+from benchmarks.point import PointResult, PointTask, UsageError, run_point
 from benchmarks.records import RecordError, RequestRecord, duration_s, output_rate, read_records
 from benchmarks.replay import cache, corpus
 from benchmarks.replay.client import DATASET_NAME, run_replay
@@ -74,11 +65,7 @@ def measure(task: PointTask, point: AgentXPoint) -> None:
         pages.append(servers.metrics_pages(task.url))
         return _phases(raw, plan)[0]
 
-    if task.spec.run is not None and task.spec.run.twin:
-        look = build_dataset(twin.look_at(point), tokenizer)
-        twin.around(run, look, url=task.url, model_id=task.spec.model_id, raw=raw)
-    else:
-        run()
+    twin.measured(run, task, point, tokenizer)
     counted = cache.between(pages[0], pages[1], watch.usage)
     context = {
         "url": task.url,
@@ -135,21 +122,16 @@ def assemble(spec: JobSpec, point: AgentXPoint, out: Path) -> PointResult:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status (0 valid, 1 invalid, 64 usage, 75 infrastructure, 130 interrupted)."""
-    try:
-        task, point = parse_task("benchmarks.agentx", "Measures one agentic-coding point.", argv)
-        if not isinstance(point, AgentXPoint):
-            raise UsageError(f"--point {point.id} is a {point.scenario} point; it has a module of its own")
-        measure(task, point)
-        return finish(assemble(task.spec, point, task.out), task)
-    except (UsageError, DatasetError, CorpusError, PlanError) as error:
-        print(f"agentx: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    except (OSError, RecordError) as error:
-        print(f"agentx: {error}", file=sys.stderr)
-        return EXIT_INFRASTRUCTURE
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    """See run_point."""
+    return run_point(
+        "benchmarks.agentx",
+        AgentXPoint,
+        measure,
+        assemble,
+        argv,
+        usage_errors=(DatasetError, CorpusError, PlanError),
+        infrastructure_errors=(RecordError,),
+    )
 
 
 class _Watch:

@@ -17,16 +17,7 @@ from benchmarks import servers, stages, twin
 from benchmarks.client import ClientRun, run_aiperf
 from benchmarks.client_result import client_result
 from benchmarks.dataset import DatasetError, build_dataset, load_tokenizer, prompt_tokens, read_manifest
-from benchmarks.point import (
-    EXIT_INFRASTRUCTURE,
-    EXIT_INTERRUPTED,
-    EXIT_USAGE,
-    PointResult,
-    PointTask,
-    UsageError,
-    finish,
-    parse_task,
-)
+from benchmarks.point import PointResult, PointTask, UsageError, run_point
 from benchmarks.records import RecordError, RequestRecord, output_rate, read_records
 from benchmarks.result import throughput_row
 from benchmarks.twin import ClientProof
@@ -48,11 +39,7 @@ def measure(task: PointTask, point: FixedSeqLenPoint) -> None:
         run_aiperf(point, requests, url=task.url, model_id=task.spec.model_id, tokenizer_dir=model_dir, raw_dir=raw)
         return _records(raw)
 
-    if task.spec.run is not None and task.spec.run.twin:
-        look = build_dataset(twin.look_at(point), tokenizer)
-        twin.around(run, look, url=task.url, model_id=task.spec.model_id, raw=raw)
-    else:
-        run()
+    twin.measured(run, task, point, tokenizer)
     after = servers.start_times(task.url)
     template_tokens = prompt_tokens(tokenizer, "")
     context = {"url": task.url, "template_tokens": template_tokens, "before": before, "after": after}
@@ -93,21 +80,16 @@ def assemble(spec: JobSpec, point: FixedSeqLenPoint, out: Path) -> PointResult:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status (0 valid, 1 invalid, 64 usage, 75 infrastructure, 130 interrupted)."""
-    try:
-        task, point = parse_task("benchmarks.fixed_seq_len", "Measures one fixed-seq-len point.", argv)
-        if not isinstance(point, FixedSeqLenPoint):
-            raise UsageError(f"--point {point.id} is a {point.scenario} point, see python -m benchmarks.gsm8k")
-        measure(task, point)
-        return finish(assemble(task.spec, point, task.out), task)
-    except (UsageError, DatasetError) as error:
-        print(f"fixed_seq_len: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    except (OSError, RecordError) as error:
-        print(f"fixed_seq_len: {error}", file=sys.stderr)
-        return EXIT_INFRASTRUCTURE
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    """See run_point."""
+    return run_point(
+        "benchmarks.fixed_seq_len",
+        FixedSeqLenPoint,
+        measure,
+        assemble,
+        argv,
+        usage_errors=(DatasetError,),
+        infrastructure_errors=(RecordError,),
+    )
 
 
 def _records(raw: Path) -> list[RequestRecord]:

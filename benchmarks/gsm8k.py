@@ -22,17 +22,7 @@ from typing import Any
 from benchmarks import gsm8k_synthetic, servers
 from benchmarks.client import tail
 from benchmarks.lm_eval_worker import EvalRequest
-from benchmarks.point import (
-    EXIT_INFRASTRUCTURE,
-    EXIT_INTERRUPTED,
-    EXIT_USAGE,
-    PointResult,
-    PointTask,
-    UsageError,
-    artifacts,
-    finish,
-    parse_task,
-)
+from benchmarks.point import PointResult, PointTask, UsageError, artifacts, run_point
 from benchmarks.process_group import run_in_group
 from benchmarks.result import eval_row, role_fields
 from benchmarks.verdict import (
@@ -220,21 +210,8 @@ def problems_sha256(test: Path) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit status (0 valid, 1 invalid, 64 usage, 75 infrastructure, 130 interrupted)."""
-    try:
-        task, point = parse_task("benchmarks.gsm8k", "Evaluates one gsm8k point.", argv)
-        if not isinstance(point, GsmEvalPoint):
-            raise UsageError(f"--point {point.id} is a {point.scenario} point, see python -m benchmarks.fixed_seq_len")
-        measure(task, point)
-        return finish(assemble(task.spec, point, task.out), task)
-    except UsageError as error:
-        print(f"gsm8k: {error}", file=sys.stderr)
-        return EXIT_USAGE
-    except OSError as error:
-        print(f"gsm8k: {error}", file=sys.stderr)
-        return EXIT_INFRASTRUCTURE
-    except KeyboardInterrupt:
-        return EXIT_INTERRUPTED
+    """See run_point."""
+    return run_point("benchmarks.gsm8k", GsmEvalPoint, measure, assemble, argv)
 
 
 def _stage_problems(point: GsmEvalPoint, generated: Path) -> tuple[str, str | None, Path | None]:

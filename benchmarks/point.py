@@ -6,10 +6,10 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -20,6 +20,9 @@ from benchmarks.verdict import Verdict
 from configs.job import JobSpec, PointSpec, UnresolvedReference
 
 EXIT_VALID, EXIT_INVALID, EXIT_USAGE, EXIT_INFRASTRUCTURE, EXIT_INTERRUPTED = 0, 1, 64, 75, 130
+
+
+Point = TypeVar("Point")
 
 
 class UsageError(ValueError):
@@ -95,9 +98,43 @@ class PointTask:
         return self.out / "raw"
 
 
-def parse_task(prog: str, description: str, argv: Sequence[str] | None) -> tuple[PointTask, PointSpec]:
-    """The command line of every measurement; notes where and with what calibration. Raises UsageError, OSError."""
-    parser = argparse.ArgumentParser(prog=f"python -m {prog}", description=description)
+def run_point(
+    module: str,
+    kind: type[Point],
+    measure: Callable[[PointTask, Point], None],
+    assemble: Callable[[JobSpec, Point, Path], PointResult],
+    argv: Sequence[str] | None,
+    *,
+    usage_errors: tuple[type[Exception], ...] = (),
+    infrastructure_errors: tuple[type[Exception], ...] = (),
+) -> int:
+    """The command line of every measurement: measures the point, writes its result, says what came out.
+
+    Returns the exit status: 0 valid, 1 invalid, 64 usage, 75 infrastructure, 130 interrupted. ``usage_errors`` and
+    ``infrastructure_errors`` are what ``measure`` and ``assemble`` raise beside UsageError and OSError.
+    """
+    name = module.rpartition(".")[2]
+    usage: tuple[type[Exception], ...] = (UsageError, *usage_errors)
+    infrastructure: tuple[type[Exception], ...] = (OSError, *infrastructure_errors)
+    try:
+        task, point = _parse(module, argv)
+        if not isinstance(point, kind):
+            raise UsageError(f"--point {point.id} is a {point.scenario} point, which {module} does not measure")
+        measure(task, point)
+        return _finish(assemble(task.spec, point, task.out), task)
+    except usage as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    except infrastructure as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return EXIT_INFRASTRUCTURE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def _parse(module: str, argv: Sequence[str] | None) -> tuple[PointTask, PointSpec]:
+    """What is to be measured; notes where and with what calibration. Raises UsageError, OSError."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description="Measures one point of a job.")
     parser.add_argument("--spec", type=Path, required=True, help="spec.json of the job")
     parser.add_argument("--point", required=True, metavar="ID", help="which of its points to measure")
     parser.add_argument("--url", help="server to measure; default: the job's router")
@@ -132,7 +169,7 @@ def parse_task(prog: str, description: str, argv: Sequence[str] | None) -> tuple
     return task, point
 
 
-def finish(result: PointResult, task: PointTask) -> int:
+def _finish(result: PointResult, task: PointTask) -> int:
     """Writes the result, says what came out, and returns the exit status."""
     path = result.with_provenance(task.raw_dir).write(task.out)
     print(path)

@@ -29,7 +29,8 @@ from benchmarks.calibration import (
     as_row,
     noted,
 )
-from benchmarks.dataset import DatasetRequest
+from benchmarks.dataset import ChatTokenizer, DatasetRequest, build_dataset
+from benchmarks.point import PointTask
 from benchmarks.records import RequestRecord
 from benchmarks.verdict import Reason, ReasonCode
 from configs.job import AgentXPoint, FixedSeqLenPoint
@@ -118,6 +119,20 @@ def look_at(point: FixedSeqLenPoint | AgentXPoint) -> FixedSeqLenPoint:
         seed=int.from_bytes(hashlib.sha256(f"twin/{point.seed}".encode()).digest()[:4], "big"),
         limits=point.limits,
     )
+
+
+def measured(
+    run: Callable[[], Sequence[RequestRecord]],
+    task: PointTask,
+    point: FixedSeqLenPoint | AgentXPoint,
+    tokenizer: ChatTokenizer,
+) -> None:
+    """Calls ``run``, which measures the point; with a twin around it where the job asks for one."""
+    if task.spec.run is None or not task.spec.run.twin:
+        run()
+        return
+    requests = build_dataset(look_at(point), tokenizer)
+    around(run, requests, url=task.url, model_id=task.spec.model_id, raw=task.raw_dir)
 
 
 def around(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -10,6 +11,10 @@ import pytest
 
 if TYPE_CHECKING:
     from tests.e2e.stack import Stack
+
+# Read when torch loads, here and in what tests start: two workers and their servers share the cores of one machine, and
+# OpenMP threads that spin for milliseconds keep the others from them.
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 REPOSITORY = Path(__file__).parents[1]
 DEFAULT = "smollm2-135m-fp32-cpu-vllm-baton"

@@ -96,7 +96,7 @@ def hand_off(server: Process, engine: TorchEngine, sender: HandoffSender, prompt
     """Prefills here, sends the rows, and returns kv_transfer_params."""
     _, info = server.request("GET", "/server_info")
     first = engine.prefill(1, prompt, SamplingParams(max_tokens=2, temperature=0, ignore_eos=True)).token_ids[0]
-    cache: torch.Tensor = engine._sequences[1].cache  # [L, 2, G, C, D]
+    cache: torch.Tensor = engine._sequences[1].cache.kv_LPGCD
     name = uuid.uuid4().hex
     sender.open(name, name, info["control"], len(prompt), 20.0)
     for layer in range(cache.shape[0]):

@@ -75,7 +75,7 @@ def test_the_default_model_decodes_with_it_and_says_the_same(smollm2_dir: Path) 
     ours, eager = (create_engine(smollm2_dir, "float32", 4, 512, 2048, 2, step=step) for step in ("auto", "eager"))
     assert isinstance(ours._model, FusedLlamaModel)
 
-    admit_all(eager, [ours, eager], prompts_of(4, 200, vocabulary=40000), 40)
+    admit_all(eager, [ours, eager], prompts_of(4, 200, vocabulary=40000), 16)
 
     for step in lockstep(ours, [eager]):
         assert step.tokens == step.followers_MV[0].argmax(-1).tolist()

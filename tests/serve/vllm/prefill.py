@@ -83,9 +83,17 @@ def connector_config(stage_log: Path, *, staging_bytes: int, deadline_s: float, 
 
 @contextmanager
 def running_prefill(
-    model: Path, directory: Path, *args: str, staging_bytes: int = 256 * 2**20, deadline_s: float = 30
+    model: Path,
+    directory: Path,
+    *args: str,
+    staging_bytes: int = 256 * 2**20,
+    deadline_s: float = 30,
+    worker_process: bool = False,
 ) -> Iterator[Prefill]:
-    """Starts vLLM, waits for its health, stops it by SIGTERM. Raises RuntimeError when it does not start or stop."""
+    """Starts vLLM, waits for its health, stops it by SIGTERM. Raises RuntimeError when it does not start or stop.
+
+    Its engine process computes itself, as in the default recipe, or has a worker, as with more than one rank.
+    """
     port = free_port()
     stage_log, log = directory / "prefill-stages.jsonl", directory / "prefill.log"
     argv = [
@@ -93,9 +101,11 @@ def running_prefill(
         *("--model", str(model), "--served-model-name", "smollm2", "--host", "127.0.0.1", "--port", str(port)),
         *("--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--generation-config", "vllm"),
         *("--kv-transfer-config", connector_config(stage_log, staging_bytes=staging_bytes, deadline_s=deadline_s)),
+        *(() if worker_process else ("--distributed-executor-backend", "uni")),
         *args,
     ]
     environment = os.environ | {
+        **({} if worker_process else {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "2"}),
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",

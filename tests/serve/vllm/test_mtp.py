@@ -48,7 +48,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prefill(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Prefill]:
     speculation = {"method": "mtp", "num_speculative_tokens": 1}
     args = ("--compilation-config", '{"custom_ops":["none"]}', "--speculative-config", json.dumps(speculation))
-    with running_prefill(model_dir, tmp_path_factory.mktemp("vllm-mtp"), *args) as server:
+    with running_prefill(model_dir, tmp_path_factory.mktemp("vllm-mtp"), *args, worker_process=True) as server:
         yield server
 
 
