@@ -65,7 +65,7 @@ def measure(task: PointTask, point: AgentXPoint) -> None:
         pages.append(servers.metrics_pages(task.url))
         return _phases(raw, plan)[0]
 
-    twin.measured(run, task, point, tokenizer)
+    twin.run_client(run, task, point, tokenizer)
     counted = cache.between(pages[0], pages[1], watch.usage)
     context = {
         "url": task.url,

@@ -39,7 +39,7 @@ def measure(task: PointTask, point: FixedSeqLenPoint) -> None:
         run_aiperf(point, requests, url=task.url, model_id=task.spec.model_id, tokenizer_dir=model_dir, raw_dir=raw)
         return _records(raw)
 
-    twin.measured(run, task, point, tokenizer)
+    twin.run_client(run, task, point, tokenizer)
     after = servers.start_times(task.url)
     template_tokens = prompt_tokens(tokenizer, "")
     context = {"url": task.url, "template_tokens": template_tokens, "before": before, "after": after}

@@ -22,6 +22,13 @@ from configs.job import JobSpec, PointSpec, UnresolvedReference
 EXIT_VALID, EXIT_INVALID, EXIT_USAGE, EXIT_INFRASTRUCTURE, EXIT_INTERRUPTED = 0, 1, 64, 75, 130
 
 
+MODULES = {
+    "fixed-seq-len": "benchmarks.fixed_seq_len",
+    "gsm8k": "benchmarks.gsm8k",
+    "agentic-coding": "benchmarks.agentx",
+}
+"""What measures the points of a scenario."""
+
 Point = TypeVar("Point")
 
 
@@ -119,7 +126,7 @@ def run_point(
     try:
         task, point = _parse(module, argv)
         if not isinstance(point, kind):
-            raise UsageError(f"--point {point.id} is a {point.scenario} point, which {module} does not measure")
+            raise UsageError(f"--point {point.id} is a {point.scenario} point; see python -m {MODULES[point.scenario]}")
         measure(task, point)
         return _finish(assemble(task.spec, point, task.out), task)
     except usage as error:

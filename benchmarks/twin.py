@@ -121,7 +121,7 @@ def look_at(point: FixedSeqLenPoint | AgentXPoint) -> FixedSeqLenPoint:
     )
 
 
-def measured(
+def run_client(
     run: Callable[[], Sequence[RequestRecord]],
     task: PointTask,
     point: FixedSeqLenPoint | AgentXPoint,

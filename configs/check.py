@@ -82,6 +82,8 @@ def check_entry(entry: MatrixEntry, model: Model | None, cluster: Cluster | None
         findings += _check_images(entry, cluster)
     if model is not None and cluster is not None and cluster.gpu is None:
         findings += _check_vllm_on_cpu(entry, model)
+    if cluster is not None and cluster.gpu is not None:
+        findings += _check_cpu_arguments(entry, cluster)
     return findings
 
 
@@ -239,6 +241,20 @@ def _check_vllm_on_cpu(entry: MatrixEntry, model: Model) -> list[Finding]:
                 "vLLM's own CPU kernels, which enforce-eager turns on, rotate latent attention by wrong positions."
             )
             findings.append(Finding((*at, "custom-ops"), message, "Write custom-ops: none.", code="mla-custom-ops"))
+    return findings
+
+
+def _check_cpu_arguments(entry: MatrixEntry, cluster: Cluster) -> list[Finding]:
+    """Arguments that only vLLM for CPUs reads: on GPUs they would be ignored without a word."""
+    findings = []
+    for name, role in (("prefill", entry.roles.prefill), ("aggregated", entry.roles.aggregated)):
+        if role is None or not isinstance(role.args, VllmArgs):
+            continue
+        for field in sorted(role.args.model_fields_set):
+            if field.startswith("cpu_") and getattr(role.args, field) is not None:
+                message = f"{cluster.name} has GPUs, and this argument is for vLLM on a CPU."
+                at: Path = ("roles", name, "args", field.replace("_", "-"))
+                findings.append(Finding(at, message, "Drop it.", code="cpu-argument-on-gpu"))
     return findings
 
 

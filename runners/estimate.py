@@ -11,7 +11,7 @@ from configs.model import Model, PathWeights
 READ_GIB_S = 2.0
 CONVERT_GIB_S = 0.5
 INSTALL_S = 60.0
-INIT_S = {"cpu": 40.0, "gpu": 180.0}  # process start, profiling, graphs
+INIT_S = {"cpu": 25.0, "gpu": 180.0}  # process start, profiling, graphs
 PREFILL_TOKENS_S = {"cpu": 400.0, "gpu": 8000.0}
 TOKEN_S = {"cpu": 0.03, "gpu": 0.01}
 ANSWER_TOKENS = 300  # of a GSM8K problem, whatever the limit

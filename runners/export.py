@@ -11,6 +11,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from benchmarks.point import MODULES
 from configs.job import JobSpec, ProcessSpec
 from runners import points
 from runners.bindings import bind_folders, ports_per_node
@@ -151,7 +152,7 @@ def _lines(spec: JobSpec) -> Iterator[str]:
     for point in spec.points:
         arguments = f'--spec "$JOB/spec.json" --point {shlex.quote(point.id)}'
         limit_s = int(points.deadline_s(spec, point))
-        yield f'timeout {limit_s} "$PYTHON" -m {points.MODULES[point.scenario]} {arguments} \\'
+        yield f'timeout {limit_s} "$PYTHON" -m {MODULES[point.scenario]} {arguments} \\'
         yield f'  >"$JOB/logs/point-{point.id}.log" 2>&1 || failed=1'
         yield "alive"
     yield ""

@@ -8,18 +8,13 @@ import json
 import time
 from pathlib import Path
 
-from benchmarks.point import PointResult
+from benchmarks.point import MODULES, PointResult
 from benchmarks.result import ResultError
 from configs.job import JobSpec, PointSpec
 from runners import launch
 from runners.events import EventLog
 from runners.outcome import PointOutcome, log_tail
 
-MODULES = {
-    "fixed-seq-len": "benchmarks.fixed_seq_len",
-    "gsm8k": "benchmarks.gsm8k",
-    "agentic-coding": "benchmarks.agentx",
-}
 POINT_GRACE_S = 5.0
 CLIENT_MARGIN_S = 60.0  # beyond the client's own deadline: imports, prompts, reading what it wrote
 TWIN_MARGIN_S = 600.0  # two runs against the reference server, each perhaps twice

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -74,10 +75,21 @@ def processes_of(
                 nodes=member.slot.nodes,
                 node_rank=rank,
                 gpus=member.slot.gpus,
+                shares_node=_shares_node(member, members),
             )
             processes.append(_process(context, member))
             _note_versions(found, context)
     return found._replace(processes=tuple(processes))
+
+
+def _shares_node(member: _Member, members: Sequence[_Member]) -> bool:
+    """Whether another worker has a process on one of this one's nodes."""
+
+    def nodes(one: _Member) -> range:
+        return range(one.slot.node, one.slot.node + one.slot.nodes)
+
+    others = [other for other in members if other is not member and other.role in WORKER_ROLES]
+    return any(node in nodes(member) for other in others for node in nodes(other))
 
 
 def offload_bytes(loaded: LoadedEntry, space: SearchSpaceEntry) -> int:

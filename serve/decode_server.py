@@ -61,7 +61,7 @@ def parser() -> argparse.ArgumentParser:
         "--step",
         default="auto",
         choices=["auto", "eager", "fused"],
-        help="fused: captured CUDA graphs (GLM-5, DeepSeek-V3), compiled for a CPU (Llama, float32); "
+        help="fused: captured CUDA graphs (GLM-5, DeepSeek-V3), compiled for a CPU (Llama); "
         "auto: where the device and the model allow it",
     )
     p.add_argument("--threads", type=_positive, default=2, help="CPU threads of the engine (default %(default)s)")

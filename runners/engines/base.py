@@ -46,6 +46,7 @@ class RoleContext:
     nodes: int = 1
     node_rank: int = 0
     gpus: tuple[int, ...] = ()
+    shares_node: bool = False  # with another process that computes
 
     @property
     def leader(self) -> str:
@@ -147,13 +148,13 @@ class EngineAdapter(Protocol):
 
 
 def sharing_cores(context: RoleContext) -> dict[str, str]:
-    """What lets prefill and decode compute on the same cores: OpenMP threads with nothing to do sleep soon.
+    """What lets two servers compute on the same cores: OpenMP threads with nothing to do sleep soon.
 
     GNU OpenMP spins for milliseconds, in which the other process's threads wait for the core. On 2 cores, SmolLM2
     fp32, prompts of 256 tokens, concurrency 4 (2026-11-29): TTFT 2.65 s and TPOT 62 ms with prefill's own setting,
     0.95 s and 51 ms with this one. It is read when torch loads.
     """
-    return {"GOMP_SPINCOUNT": "1000"} if context.on_cpu and len(context.roles) > 1 else {}
+    return {"GOMP_SPINCOUNT": "1000"} if context.on_cpu and context.shares_node else {}
 
 
 def flag(name: str, value: object) -> tuple[str, ...]:

@@ -65,7 +65,8 @@ class BundledAdapter:
             return ("baton-bench",)
         if bundled_tilert.chosen(context):
             return ("baton-bench", "tilert", "torch", "transformers", *transport_packages(context))
-        return ("baton-bench", "torch", "transformers", *transport_packages(context))
+        compiled = ("numba",) if context.on_cpu and context.role == "decode" else ()
+        return ("baton-bench", "torch", "transformers", *compiled, *transport_packages(context))
 
     def _prefill(self, context: RoleContext) -> tuple[str, ...]:
         args, handoff = context.config.args, context.handoff

@@ -211,6 +211,7 @@ class DecodeService:
                 "kv_free_tokens": admissions.kv_capacity_tokens - admissions.kv_used_tokens,
                 "max_model_len": capabilities.max_model_len,
                 "dtype": self.config.dtype,
+                "step": capabilities.extra.get("step"),
                 "tensor_parallel_size": int(capabilities.extra.get("tensor_parallel_size", 1)),
                 "handoff": self.receiver.stats(),
                 "acceptance": {

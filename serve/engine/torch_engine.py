@@ -302,9 +302,11 @@ class ChunkedPrefill:
 
 
 def _described(model: DecoderModel, speculation: Speculation | None) -> dict[str, str]:
-    """What the server says about ranks and drafts; ``acceptance`` is real or simulated."""
-    ranks = {"tensor_parallel_size": str(model.ranks)} if isinstance(model, RankedModel) else {}
-    return ranks if speculation is None else {**ranks, **_described_drafts(speculation)}
+    """What the server says about steps, ranks and drafts; ``acceptance`` is real or simulated."""
+    said = {"step": "fused" if isinstance(model, BoundModel) else "eager"}
+    if isinstance(model, RankedModel):
+        said["tensor_parallel_size"] = str(model.ranks)
+    return said if speculation is None else {**said, **_described_drafts(speculation)}
 
 
 def _described_drafts(speculation: Speculation) -> dict[str, str]:

@@ -24,12 +24,12 @@ from typing import Any
 import numpy as np
 
 from serve.handoff.layout import DTYPE_BYTES
+from serve.weights import DTYPES
 from serve.weights.atomic_dir import StagingError, build_directory
 
 # torch is imported where tensors are written, so that a run whose checkpoint is complete does not wait for it.
 
 CONVERTER_VERSION = 1
-DTYPES = ("bfloat16", "float16", "float32")
 SHARD_BYTES = 2 * 2**30
 TOKENIZER_ALLOWANCE_BYTES = 64 * 2**20
 

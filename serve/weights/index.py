@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from serve.weights import DTYPES
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 FP8_BLOCK = 128
 
-TORCH_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+TORCH_DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in DTYPES}
 _STORED_DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 
 

@@ -103,7 +103,7 @@ class Stack:
         return dict(call(self.url(name) + "/server_info").json)
 
     def signal(self, name: str, number: signal.Signals) -> None:
-        """Signals the whole process group: vLLM is three processes."""
+        """Signals the whole process group: vLLM is several processes."""
         os.killpg(self.processes[name].pid, number)
 
     def kill(self, name: str) -> None:

@@ -45,7 +45,7 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def engine_of(directory: Path, device: str, speculation: Speculation | None) -> TorchEngine:
-    return create_engine(directory, "float32", 8, 256, 2048, 4, device, speculation)
+    return create_engine(directory, "float32", 8, 256, 2048, 4, device, speculation, step="eager")
 
 
 @pytest.mark.parametrize("depth", [0, 3])
@@ -59,4 +59,6 @@ def check_logits_and_tokens_are_the_cpus(directory: Path, depth: int) -> None:
         for step in lockstep(there, [here]):
             steps += 1
             torch.testing.assert_close(step.leader_MV, step.followers_MV[0], rtol=1e-3, atol=1e-3)
+            if not depth:
+                assert step.tokens == step.followers_MV[0].argmax(-1).tolist()
         assert steps > 2

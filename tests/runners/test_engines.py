@@ -82,15 +82,27 @@ def test_without_cpu_threads_vllm_chooses_threads_and_processes(tmp_path: Path) 
     assert not {"OMP_NUM_THREADS", "VLLM_ENABLE_V1_MULTIPROCESSING"} & process.env.keys()
 
 
-def test_threads_of_a_cpu_are_asked_for_in_one_way_and_not_on_gpus(tmp_path: Path) -> None:
+def test_threads_of_a_cpu_are_asked_for_in_one_way(tmp_path: Path) -> None:
     both = local_entry()
     both["roles"]["prefill"]["args"]["cpu-omp-threads-bind"] = "0-1"
     with pytest.raises(ConfigError, match="set cpu-threads or cpu-omp-threads-bind, not both"):
         process_of(tmp_path, both, "prefill-0")
-    gpus = gpu_entry()
-    gpus["roles"]["aggregated"]["args"] = {"cpu-threads": 2}
-    with pytest.raises(ExpandError, match="aggregated-0: cpu-threads is for a cluster without GPUs"):
-        process_of(tmp_path, gpus, "aggregated-0")
+
+
+@pytest.mark.parametrize("argument", [{"cpu-threads": 2}, {"cpu-kv-cache-gib": 4}, {"cpu-omp-threads-bind": "0-1"}])
+def test_arguments_of_a_cpu_are_refused_on_gpus(tmp_path: Path, argument: dict[str, Any]) -> None:
+    entry = gpu_entry()
+    entry["roles"]["aggregated"]["args"] = argument
+    with pytest.raises(ConfigError, match=rf"roles\.aggregated\.args\.{next(iter(argument))}: site has GPUs, and this"):
+        process_of(tmp_path, entry, "aggregated-0")
+
+
+@pytest.mark.parametrize(("cluster", "shared"), [("local", True), ("mini-slurm", False)])
+def test_servers_that_compute_on_one_node_let_each_other_have_the_cores(cluster: str, shared: bool) -> None:
+    matrix = load_matrix(CONFIGS / "local.yaml", cluster=cluster)
+    for job in expand(matrix, version_of=lambda _: "1"):
+        spinning = {process.name: "GOMP_SPINCOUNT" in process.env for process in job.processes}
+        assert spinning == {"decode-0": shared, "prefill-0": shared, "router-0": False}
 
 
 def test_decode_gets_pool_batch_and_ports(tmp_path: Path) -> None:

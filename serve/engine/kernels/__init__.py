@@ -1,4 +1,5 @@
-"""The operations of a decode step for GLM-5.x: Triton kernels on a CUDA device, plain torch anywhere else.
+"""The operations of a decode step for GLM-5.x: Triton kernels on a CUDA device, plain torch anywhere else. cpu.py has
+those of Llama on a CPU.
 
 ``operations(device)`` gives a namespace with the functions of reference.py: the same names, arguments and results. The
 reference defines what each one computes; a kernel is right when it agrees with it (tests/gpu).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -25,18 +25,19 @@ log = logging.getLogger("serve.engine.models")
 StepKind = Literal["auto", "eager", "fused"]
 STEP_KINDS: tuple[StepKind, ...] = ("auto", "eager", "fused")
 
-_MODELS: dict[str, Callable[..., DecoderModel]] = {
-    "deepseek_v3": DeepseekV3Model,
-    "glm_moe_dsa": GlmMoeDsaModel,
-    "llama": LlamaModel,
+
+class _Family(NamedTuple):
+    eager: Callable[..., DecoderModel]
+    fused: Callable[..., DecoderModel]
+    fused_on: str
+    """The type of device where auto takes the fused step."""
+
+
+_FAMILIES = {
+    "deepseek_v3": _Family(DeepseekV3Model, FusedDeepseekV3Model, "cuda"),
+    "glm_moe_dsa": _Family(GlmMoeDsaModel, FusedGlmMoeDsaModel, "cuda"),
+    "llama": _Family(LlamaModel, FusedLlamaModel, "cpu"),
 }
-_FUSED: dict[str, Callable[..., DecoderModel]] = {
-    "deepseek_v3": FusedDeepseekV3Model,
-    "glm_moe_dsa": FusedGlmMoeDsaModel,
-    "llama": FusedLlamaModel,
-}
-# Where a fused step is faster than the eager one.
-_AUTO = {"deepseek_v3": "cuda", "glm_moe_dsa": "cuda", "llama": "cpu"}
 
 
 def create_model(
@@ -59,13 +60,14 @@ def create_model(
     ValueError for what no model file supports.
     """
     kind = config.get("model_type")
-    if kind not in _MODELS:
-        raise ValueError(f"config.json: model_type {kind!r} is not supported, only {', '.join(sorted(_MODELS))}")
-    model = _MODELS[kind]
-    if step == "fused" or (step == "auto" and device.type in ("cuda", _AUTO[kind])):
+    if kind not in _FAMILIES:
+        raise ValueError(f"config.json: model_type {kind!r} is not supported, only {', '.join(sorted(_FAMILIES))}")
+    family = _FAMILIES[kind]
+    model = family.eager
+    if step == "fused" or (step == "auto" and device.type == family.fused_on):
         refused = _fused_refusal(config, dtype, device, kv_dtype, parallel)
         if refused is None:
-            model = _FUSED[kind]
+            model = family.fused
         elif step == "fused":
             raise ValueError(f"no fused step for this model: {refused}; use the eager step")
         else:

@@ -56,7 +56,10 @@ class DecoderModel(Protocol):
 
 @runtime_checkable
 class BoundModel(Protocol):
-    """A model whose steps read one engine's KV cache where it lies, and token ids in the host's memory: fused.py."""
+    """A model whose steps read one engine's KV cache where it lies, and token ids in the host's memory.
+
+    What forward() returns may be a buffer that the next forward overwrites. See fused.py and fused_llama.py.
+    """
 
     def bind(self, kv: KVCache, batch_size: int, depth: int) -> None:
         """Takes the cache before the first forward; steps will have up to ``batch_size`` sequences of 1 + depth."""

@@ -1,7 +1,7 @@
 """Llama's decode and verify steps on a CPU, with kernels/cpu.py between the projections.
 
-Legend: as llama.py and kernels/cpu.py. Weights, cache and hand-off are llama.py's, and so is a forward that has more
-rows than a step (a prompt) or, on more than two threads, more cached tokens than one thread should read alone.
+Legend: as kernels/cpu.py. Weights, cache and hand-off are llama.py's, and so is a forward that has more rows than a
+step (a prompt) or too much to read for one thread.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from serve.engine.kv_cache import KVCache
 from serve.engine.models.base import Span
 from serve.engine.models.llama import LlamaModel
 
-# One thread reads rows as fast as torch's attention does on two (300 to 16384 tokens, 2-core EPYC, 2026-11-29).
-_SHARED_BY_THREADS = 2
-# With more threads torch's is faster, once there is so much to read that its calls for each sequence do not count.
+# One thread reads rows as fast as torch's attention does on two: 0.21 and 0.18 ms for 2048 tokens of SmolLM2, 2.20 and
+# 2.30 ms for 8 times as many (2-core EPYC, 2026-11-29). Torch's gains with more threads, and where a sequence's drafts
+# share its rows, which are read here for each; with few tokens its calls cost more than they gain.
+_THREADS_MATCHED = 2
 _MOST_TOKENS_ALONE = 2048
 
 
@@ -29,55 +30,67 @@ class FusedLlamaModel(LlamaModel):
     def bind(self, kv: KVCache, batch_size: int, depth: int) -> None:
         from serve.engine.kernels import cpu
 
+        bfloat16 = self.dtype == torch.bfloat16
         self._most_rows = batch_size * (1 + depth)
-        self._rms_norm = cpu.rms_norm
-        self._attend = cpu.attention(self.heads, self.kv_heads, self.head_dim)
-        self._arena_LAD = [*kv.plane("kv").view(self.kv_layers, -1, self.head_dim).numpy()]
-        self._cos_XD, self._sin_XD = (table[:, 0].numpy() for table in (self.rope.cos_P1D, self.rope.sin_P1D))
-        self._norms = [(layer.norm_E.numpy(), layer.mlp_norm_E.numpy()) for layer in self.layers]
-        self._scores_RX = np.empty((self.heads // self.kv_heads, len(self._cos_XD)), np.float32)
-        self._normed_NE = torch.empty(self._most_rows, self.hidden)
-        self._mixed_NO = torch.empty(self._most_rows, self.heads * self.head_dim)
+        self._rms_norm = cpu.rms_norm(bfloat16=bfloat16)
+        self._attend = cpu.attention(self.heads, self.kv_heads, self.head_dim, bfloat16=bfloat16)
+        self._arena_LAD = [*_array(kv.plane("kv").view(self.kv_layers, -1, self.head_dim))]
+        self._cos_XD, self._sin_XD = (table[:, 0].float().numpy() for table in (self.rope.cos_P1D, self.rope.sin_P1D))
+        self._norms = [(_array(layer.norm_E), _array(layer.mlp_norm_E)) for layer in self.layers]
+        self._last_norm_E = _array(self.norm_E)
+        group = self.heads // self.kv_heads
+        self._scores_RX = np.empty((group, len(self._cos_XD)), np.float32)
+        self._mixed_U = np.empty(group * self.head_dim, np.float32)
+        self._normed_NE = torch.empty(self._most_rows, self.hidden, dtype=self.dtype)
+        self._out_NQ = torch.empty(self._most_rows, self.heads * self.head_dim, dtype=self.dtype)
         self._compile()
 
     def forward(self, token_ids_N: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
         rows = len(token_ids_N)
-        tokens = sum(span.start + span.count for span in spans)
-        if rows > self._most_rows or (torch.get_num_threads() > _SHARED_BY_THREADS and tokens > _MOST_TOKENS_ALONE):
+        if rows > self._most_rows or not _alone(spans):
             return super().forward(token_ids_N, spans)
-        position_N, first_N, capacity_N = _places(spans)
-        normed_NE, mixed_NO = self._normed_NE[:rows], self._mixed_NO[:rows]
-        normed, mixed, eps = normed_NE.numpy(), mixed_NO.numpy(), np.float32(self.eps)
+        places = _places(spans)
+        normed_NE, out_NQ = self._normed_NE[:rows], self._out_NQ[:rows]
+        normed, out = _array(normed_NE), _array(out_NQ)
         x_NE = self.embed_VE[token_ids_N]
         for layer, arena_AD, (norm_E, mlp_norm_E) in zip(self.layers, self._arena_LAD, self._norms, strict=True):
-            self._rms_norm(x_NE.numpy(), norm_E, eps, normed)
-            qkv = layer.qkv(normed_NE).numpy()
-            self._attend(
-                qkv, self._cos_XD, self._sin_XD, position_N, first_N, capacity_N, arena_AD, self._scores_RX, mixed
-            )
-            x_NE = layer.out.plus(mixed_NO, x_NE)
-            self._rms_norm(x_NE.numpy(), mlp_norm_E, eps, normed)
+            self._norm(x_NE, norm_E, normed)
+            self._attention(_array(layer.qkv(normed_NE)), places, arena_AD, out)
+            x_NE = layer.out.plus(out_NQ, x_NE)
+            self._norm(x_NE, mlp_norm_E, normed)
             x_NE = layer.mlp.plus(normed_NE, x_NE)
-        self._rms_norm(x_NE.numpy(), self.norm_E.numpy(), eps, normed)
+        self._norm(x_NE, self._last_norm_E, normed)
         return normed_NE
 
+    def _norm(self, x_NE: torch.Tensor, weight_E: Any, out: Any) -> None:
+        self._rms_norm(_array(x_NE), weight_E, np.float32(self.eps), out)
+
+    def _attention(self, qkv: Any, places: tuple[Any, Any, Any], arena_AD: Any, out: Any) -> None:
+        self._attend(qkv, self._cos_XD, self._sin_XD, *places, arena_AD, self._scores_RX, self._mixed_U, out)
+
     def _compile(self) -> None:
-        """A step of no rows, so that no request waits for the compiler (1.4 s)."""
-        none_NE, none = np.empty((0, self.hidden), np.float32), np.empty(0, np.int64)
-        qkv = np.empty((0, (self.heads + 2 * self.kv_heads) * self.head_dim), np.float32)
-        mixed = np.empty((0, self.heads * self.head_dim), np.float32)
-        self._rms_norm(none_NE, self._norms[0][0], np.float32(self.eps), none_NE)
-        tables = (self._cos_XD, self._sin_XD)
-        self._attend(qkv, *tables, none, none, none, self._arena_LAD[0], self._scores_RX, mixed)
+        """A step of no rows, so that no request waits for the compiler (1.4 s on a 2-core EPYC, 2026-11-29)."""
+        no_NE, no_NQ = self._normed_NE[:0], self._out_NQ[:0]
+        qkv = torch.empty(0, (self.heads + 2 * self.kv_heads) * self.head_dim, dtype=self.dtype)
+        none = np.empty(0, np.int64)
+        self._norm(no_NE, self._norms[0][0], _array(no_NE))
+        self._attention(_array(qkv), (none, none, none), self._arena_LAD[0], _array(no_NQ))
 
 
 def refusal(dtype: torch.dtype, device: torch.device) -> str | None:
     """Why the compiled step cannot do a Llama here, or None."""
     if device.type != "cpu":
         return f"a llama has one on a CPU only, not on {device.type}"
-    if dtype != torch.float32:
-        return f"on a CPU it computes in float32, not {str(dtype).removeprefix('torch.')}"
+    if dtype not in (torch.float32, torch.bfloat16):
+        return f"on a CPU it computes in float32 or bfloat16, not {str(dtype).removeprefix('torch.')}"
     return None if find_spec("numba") else "it needs the package numba, which is not installed"
+
+
+def _alone(spans: Sequence[Span]) -> bool:
+    """Whether one thread should read all that these spans attend to."""
+    if torch.get_num_threads() <= _THREADS_MATCHED and all(span.count == 1 for span in spans):
+        return True
+    return sum(span.count * (span.start + span.count) for span in spans) <= _MOST_TOKENS_ALONE
 
 
 def _places(spans: Sequence[Span]) -> tuple[Any, Any, Any]:
@@ -88,3 +101,8 @@ def _places(spans: Sequence[Span]) -> tuple[Any, Any, Any]:
         for position in range(span.start, span.start + span.count)
     ]
     return tuple(np.array(rows, np.int64).T.copy())
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    """The tensor's memory as the kernels take it: bfloat16, which numpy does not know, as its bits."""
+    return (tensor.view(torch.uint16) if tensor.dtype == torch.bfloat16 else tensor).numpy()

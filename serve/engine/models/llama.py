@@ -1,8 +1,8 @@
 """Llama (arXiv 2302.13971) and checkpoints of its shape: GQA, RMSNorm, SwiGLU, rotate-half RoPE.
 
 Legend: N = new tokens of a forward, E = hidden, O = a projection's outputs, H = query heads, G = KV heads, R = H/G
-query heads a KV head, J = H + 2 G heads of q, k and v, D = head dim, C = a region's capacity, A = rows of one head in
-a layer of the arena, W = 2 G N of them that a forward writes, T = cached tokens, S = sequences, L = layers,
+query heads a KV head, Y = 2 G heads of k and v, J = H + Y, D = head dim, C = a region's capacity, A = rows of one head
+in a layer of the arena, W = N Y of them that a forward writes, T = cached tokens, S = sequences, L = layers,
 V = vocabulary, P = 2 planes (K, then V).
 """
 
@@ -38,8 +38,8 @@ class _LayerStep(NamedTuple):
     """What a layer needs of a forward beside the hidden states."""
 
     spans: Sequence[Span]
-    cos_NJD: torch.Tensor
-    sin_NJD: torch.Tensor
+    cos_N1D: torch.Tensor
+    sin_N1D: torch.Tensor
     arena_AD: torch.Tensor
     written_W: torch.Tensor
     cached: Sequence[tuple[torch.Tensor, torch.Tensor]]
@@ -121,7 +121,7 @@ class LlamaModel:
 
     def forward(self, token_ids_N: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
         positions_N = positions(spans, self.device)
-        steps = self._rotation(positions_N)
+        cos_N1D, sin_N1D = self.rope.at(positions_N)
         written_W = self._written(positions_N, spans)
         # Every view of the cache that a layer needs, made here at once so that the layers below make none.
         arena_LAD = spans[0].cache.arena_LAD.unbind(0)
@@ -129,29 +129,17 @@ class LlamaModel:
         masks = [causal_mask(span, self.device) for span in spans]
         x_NE = self.embed_VE[token_ids_N]
         for index, layer in enumerate(self.layers):
-            step = _LayerStep(
-                spans, *steps, arena_LAD[index], written_W, [cached[index] for cached in cached_SL], masks
-            )
+            cached = [by_layer[index] for by_layer in cached_SL]
+            step = _LayerStep(spans, cos_N1D, sin_N1D, arena_LAD[index], written_W, cached, masks)
             x_NE = layer.forward(x_NE, step)
         return F.rms_norm(x_NE, (self.hidden,), self.norm_E, self.eps)
 
-    def _rotation(self, positions_N: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """cos_NJD and sin_NJD for the heads of q, k and v side by side; those of v turn by nothing."""
-        cos_N1D, sin_N1D = self.rope.at(positions_N)
-        turned, still = self.heads + self.kv_heads, (len(positions_N), self.kv_heads, self.head_dim)
-        return (
-            torch.cat((cos_N1D.expand(-1, turned, -1), cos_N1D.new_ones(still)), dim=1),
-            torch.cat((sin_N1D.expand(-1, turned, -1), sin_N1D.new_zeros(still)), dim=1),
-        )
-
     def _written(self, positions_N: torch.Tensor, spans: Sequence[Span]) -> torch.Tensor:
         """Where in a layer's arena_AD the new tokens' rows go, each token's K heads and then its V heads."""
-        counts = torch.tensor([span.count for span in spans])
-        first_N = torch.tensor([span.cache.first_row for span in spans]).repeat_interleave(counts).to(self.device)
-        apart_N = torch.tensor([span.cache.kv_LPGCD.shape[3] for span in spans]).repeat_interleave(counts)
-        heads_Z = torch.arange(2 * self.kv_heads, device=self.device)
-        rows_NZ = (first_N + positions_N)[:, None] + apart_N.to(self.device)[:, None] * heads_Z
-        return rows_NZ.flatten()
+        regions = [(span.cache.first_row, span.cache.kv_LPGCD.shape[3]) for span in spans for _ in range(span.count)]
+        first_N, capacity_N = torch.tensor(regions, device=self.device).unbind(-1)
+        head_Y = torch.arange(2 * self.kv_heads, device=self.device)
+        return ((first_N + positions_N)[:, None] + capacity_N[:, None] * head_Y).flatten()
 
     def logits(self, hidden_NE: torch.Tensor) -> torch.Tensor:
         return self.parallel.gather(self.head(hidden_NE), -1)
@@ -186,17 +174,19 @@ class _Layer:
     def forward(self, x_NE: torch.Tensor, step: _LayerStep) -> torch.Tensor:
         model = self.model
         qkv_NO = self.qkv(F.rms_norm(x_NE, (model.hidden,), self.norm_E, model.eps))
-        qkv_NJD = rotate(qkv_NO.view(len(qkv_NO), -1, model.head_dim), step.cos_NJD, step.sin_NJD)
-        step.arena_AD.index_copy_(0, step.written_W, qkv_NJD[:, model.heads :].reshape(-1, model.head_dim))
-        x_NE = model.parallel.plus(self.out, self._attend(qkv_NJD, step), x_NE)
+        qkv_NJD = qkv_NO.view(len(qkv_NO), -1, model.head_dim)
+        turned_NHD = rotate(qkv_NJD[:, : model.heads + model.kv_heads], step.cos_N1D, step.sin_N1D)
+        rows_NYD = torch.cat((turned_NHD[:, model.heads :], qkv_NJD[:, model.heads + model.kv_heads :]), dim=1)
+        step.arena_AD.index_copy_(0, step.written_W, rows_NYD.flatten(0, 1))
+        x_NE = model.parallel.plus(self.out, self._attend(turned_NHD, step), x_NE)
         return model.parallel.plus(self.mlp, F.rms_norm(x_NE, (model.hidden,), self.mlp_norm_E, model.eps), x_NE)
 
-    def _attend(self, qkv_NJD: torch.Tensor, step: _LayerStep) -> torch.Tensor:
+    def _attend(self, turned_NHD: torch.Tensor, step: _LayerStep) -> torch.Tensor:
         model = self.model
         mixed = []
         row = 0
         for span, (k_1GTD, v_1GTD), mask_NT in zip(step.spans, step.cached, step.masks, strict=True):
-            q_NHD = qkv_NJD[row : row + span.count, : model.heads]
+            q_NHD = turned_NHD[row : row + span.count, : model.heads]
             row += span.count
             if span.count == 1:
                 # The query heads of a KV head become query rows, so each K and V row is read once for all of them.

@@ -81,10 +81,11 @@ def test_the_default_model_decodes_with_it_and_says_the_same(smollm2_dir: Path) 
         assert step.tokens == step.followers_MV[0].argmax(-1).tolist()
 
 
-@pytest.mark.parametrize(("threads", "compiled"), [(2, True), (3, False)])
-def test_more_threads_read_long_contexts_together(
-    threads: int, compiled: bool, tiny_llama: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("threads", "depth", "compiled"), [(2, 0, True), (3, 0, False), (2, 1, False)])
+def test_more_threads_and_drafts_read_long_contexts_together(
+    threads: int, depth: int, compiled: bool, tiny_llama: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Prompts of 27 and 40 tokens, with a bound of 60."""
     monkeypatch.setattr(fused_llama, "_MOST_TOKENS_ALONE", 60)
     before = torch.get_num_threads()
     eager_steps = []
@@ -95,15 +96,18 @@ def test_more_threads_read_long_contexts_together(
         return forward(self, token_ids_N, spans)
 
     try:
-        engine = engine_of(tiny_llama()[0], "fused", threads=threads)
-        for seq_id, prompt in enumerate(prompts_of(2, 27, vocabulary=97)):  # 27 and 40 tokens
+        engine = engine_of(
+            tiny_llama()[0], "fused", Speculation("ngram", depth) if depth else None, threads=threads, batch=2
+        )
+        for seq_id, prompt in enumerate(prompts_of(2, 27, vocabulary=97)):
             engine.prefill(seq_id, prompt, SamplingParams(8, temperature=0.0, ignore_eos=True))
+            engine._sequences[seq_id].drafts = [5] * depth
         monkeypatch.setattr(LlamaModel, "forward", counted)
         engine.step()
     finally:
         torch.set_num_threads(before)
 
-    assert eager_steps == ([] if compiled else [2])
+    assert eager_steps == ([] if compiled else [2 * (1 + depth)])
 
 
 def test_what_it_cannot_do_is_said(
@@ -111,8 +115,8 @@ def test_what_it_cannot_do_is_said(
 ) -> None:
     directory, _ = tiny_llama()
 
-    with pytest.raises(ValueError, match="no fused step for this model: on a CPU it computes in float32, not bfloat16"):
-        create_engine(directory, "bfloat16", 1, 64, 64, 1, step="fused")
+    with pytest.raises(ValueError, match=r"no fused step for this model: .*, not float16"):
+        create_engine(directory, "float16", 1, 64, 64, 1, step="fused")
     monkeypatch.setattr(fused_llama, "find_spec", lambda name: None if name == "numba" else find_spec(name))
     with caplog.at_level(logging.WARNING, "serve.engine.models"):
         engine = create_engine(directory, "float32", 1, 64, 64, 1)
@@ -121,11 +125,41 @@ def test_what_it_cannot_do_is_said(
     assert "the eager step decodes, which is slow: it needs the package numba" in caplog.text
 
 
+@pytest.mark.parametrize("shape", SHAPES)
+def test_bfloat16_stays_as_near_to_float32_as_the_eager_step_does(shape: str, tiny_llama: Callable[..., Any]) -> None:
+    directory, _ = tiny_llama(**SHAPES[shape])
+    exact = create_engine(directory, "float32", 4, LONGEST, 4 * LONGEST, 1, step="eager")
+    ours, eager = (create_engine(directory, "bfloat16", 4, LONGEST, 4 * LONGEST, 1, step=s) for s in ("auto", "eager"))
+    assert isinstance(ours._model, FusedLlamaModel)
+
+    admit_all(exact, [exact, ours, eager], prompts_of(4, 17, vocabulary=97), 12)
+
+    errors = [
+        [(logits_MV - step.leader_MV).norm() / step.leader_MV.norm() for logits_MV in step.followers_MV]
+        for step in lockstep(exact, [ours, eager])
+    ]
+    our_error, eager_error = torch.tensor(errors).mean(dim=0)
+    assert our_error <= 1.1 * eager_error and our_error < 0.05
+
+
+def test_bfloat16_is_rounded_as_torch_does() -> None:
+    """Ties to even, also where the mantissa overflows, and the smallest numbers."""
+    ties = [1 + 2**-8, 1 + 3 * 2**-8, -1 - 2**-8, 2 - 2**-8, 2**-130, 1e38, 0.0, -0.0]
+    values = torch.cat((torch.tensor(ties), torch.randn(500), torch.randn(500) * 1e-30))
+    stored = np.empty(len(values), np.uint16)
+
+    for place, value in enumerate(values.numpy()):
+        cpu._store_bfloat16(stored, place, value)
+
+    assert stored.tolist() == values.bfloat16().view(torch.uint16).tolist()
+    assert [float(cpu._load_bfloat16(stored, place)) for place in range(len(values))] == values.bfloat16().tolist()
+
+
 @pytest.mark.parametrize("rows", [1, 3])
 def test_rms_norm_is_torchs(rows: int) -> None:
     x_NE, weight_E, out_NE = torch.randn(rows, 100), torch.randn(100), torch.empty(rows, 100)
 
-    cpu.rms_norm(x_NE.numpy(), weight_E.numpy(), np.float32(1e-3), out_NE.numpy())
+    cpu.rms_norm(bfloat16=False)(x_NE.numpy(), weight_E.numpy(), np.float32(1e-3), out_NE.numpy())
 
     torch.testing.assert_close(out_NE, F.rms_norm(x_NE, (100,), weight_E, 1e-3))
 
@@ -140,11 +174,14 @@ def test_attention_is_torchs_and_writes_only_the_new_rows() -> None:
     turned_NHD = qkv.view(3, -1, head_dim).clone()
     cos_N1D, sin_N1D = table.at(torch.tensor(positions))
     turned_NHD[:, : heads + kv_heads] = rotate(turned_NHD[:, : heads + kv_heads], cos_N1D, sin_N1D)
-    scores, out = np.empty((heads // kv_heads, 32), np.float32), torch.empty(3, heads * head_dim)
+    group = heads // kv_heads
+    scratch = (np.empty((group, 32), np.float32), np.empty(group * head_dim, np.float32))
+    out = torch.empty(3, heads * head_dim)
 
     tables = (table.cos_P1D[:, 0].numpy(), table.sin_P1D[:, 0].numpy())
     places = (np.array(each, np.int64) for each in (positions, firsts, capacities))
-    cpu.attention(heads, kv_heads, head_dim)(qkv.numpy(), *tables, *places, arena_AD.numpy(), scores, out.numpy())
+    attend = cpu.attention(heads, kv_heads, head_dim, bfloat16=False)
+    attend(qkv.numpy(), *tables, *places, arena_AD.numpy(), *scratch, out.numpy())
 
     expected_AD = before_AD.clone()
     for n, (position, first, capacity) in enumerate(zip(positions, firsts, capacities, strict=True)):
