@@ -253,7 +253,8 @@ class Router:
         try:
             await decode.call(hop_request(exchange.request, record.request_id, decode, body), relay)
         finally:
-            record.decode_first_byte, record.first_write = relay.first_byte, relay.first_write
+            record.decode_first_byte = relay.first_byte
+            record.first_write, record.last_write = relay.first_write, relay.last_write
             relay.close()
         record.status = relay.status
         return relay.status
@@ -261,8 +262,9 @@ class Router:
     def answer(self, exchange: Exchange, generation: Generation, hop_1: Collected, record: StageRecord) -> None:
         """The client's answer from hop 1 alone: one token was wanted, or the first one was the end."""
         content_type, body = answer_from_prefill(generation.endpoint, generation.fields, hop_1.body)
-        exchange.respond(200, body, [(b"content-type", content_type.encode())])
         record.status, record.first_write = 200, time.monotonic()
+        record.last_write = record.first_write
+        exchange.respond(200, body, [(b"content-type", content_type.encode())])
 
     def pass_on(self, exchange: Exchange, hop_1: Collected, record: StageRecord) -> None:
         """Prefill's refusal, with its own words and Retry-After."""

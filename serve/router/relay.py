@@ -39,6 +39,7 @@ class Relay:
         self.status = 0
         self.first_byte: float | None = None  # time.monotonic() of the response's first byte
         self.first_write: float | None = None  # time.monotonic() of the first byte to the client
+        self.last_write: float | None = None  # before the last one, so that no client can have acted on it earlier
         self.streaming = False
         self._exchange = exchange
         self._stream = stream
@@ -74,6 +75,7 @@ class Relay:
             self.first_write = time.monotonic()
         self._last_byte = time.monotonic()
         if complete:
+            self.last_write = self._last_byte
             self._finish()
         exchange.write(data, complete)
 
@@ -84,7 +86,7 @@ class Relay:
         if self._held_bytes > MAX_HELD_BYTES:
             self._fail(BackendLost(f"its response is larger than {MAX_HELD_BYTES} bytes"))
         elif complete and not self.done.done():
-            self.first_write = self._last_byte
+            self.first_write = self.last_write = self._last_byte
             self._exchange.respond(self.status, b"".join(self._held), passed_headers(self._headers))
             self._finish()
 

@@ -44,6 +44,7 @@ class StageRecord:
     decode_sent: float | None = None
     decode_first_byte: float | None = None
     first_write: float | None = None
+    last_write: float | None = None
     ended: float = field(default=0.0)
 
     def line(self) -> bytes:
@@ -57,7 +58,7 @@ class StageRecord:
             "dispatch_ms": _ms(self.prefill_done, self.decode_sent),
             "decode_first_byte_ms": _ms(self.decode_sent, self.decode_first_byte),
             "ttft_ms": _ms(self.received, self.first_write),
-            "total_ms": _ms(self.received, self.ended),
+            "total_ms": _ms(self.received, self.ended if self.last_write is None else self.last_write),
             "status": self.status,
             "prefill": self.prefill,
             "decode": self.decode,

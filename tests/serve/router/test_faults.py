@@ -203,10 +203,10 @@ async def test_a_decode_that_falls_silent_mid_stream(start):
 
 
 async def test_a_long_json_answer_outlives_the_deadline_while_decode_answers_probes(start):
-    stack = await start(deadline_s=0.3, probe_s=0.05)
+    stack = await start(deadline_s=0.8, probe_s=0.05)
 
     async def slow(request):
-        await asyncio.sleep(0.9)
+        await asyncio.sleep(2)
         return web.json_response({"ok": True})
 
     stack.decode.answer = slow

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import pytest
 from aiohttp import web
 
+from serve.router.relay import Relay
+from serve.router.stages import StageRecord
 from tests.serve.router.fakes import (
     FIRST_TOKEN_ID,
     PROMPT_TOKEN_IDS,
@@ -300,3 +303,31 @@ async def test_256_connects_at_once_are_all_served(start):
     raw = post(b'{"stream":true}', headers=b"Connection: close\r\n")
     answers = await asyncio.gather(*[talk(stack.port, raw, timeout_s=20) for _ in range(256)])
     assert sum(b"[DONE]" in answer for answer in answers) == 256
+
+
+class Written:
+    """An exchange that notes when it was given the last bytes."""
+
+    at: float | None = None
+
+    def begin(self, status, headers):
+        pass
+
+    def write(self, data, complete):
+        self.at = time.monotonic()
+
+
+async def test_an_answers_end_is_stamped_before_the_client_can_have_it():
+    """The next turn of a session may be here before this one's handler goes on: gaps between turns are judged by it."""
+    exchange = Written()
+    relay = Relay(exchange, stream=True, silence_s=5, patience_s=5, alive=lambda: True)
+    relay.on_head(200, [(b"content-type", b"text/event-stream")])
+    relay.on_data(b"data: 1", False)
+    assert relay.last_write is None
+    relay.on_data(b"data: [DONE]", True)
+    relay.close()
+    assert relay.first_write < relay.last_write <= exchange.at
+
+    record = StageRecord("r", received=relay.last_write - 1, received_s=0.0, last_write=relay.last_write)
+    record.ended = relay.last_write + 0.5
+    assert json.loads(record.line())["total_ms"] == 1000
