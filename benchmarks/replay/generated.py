@@ -51,7 +51,7 @@ def _config(
 GENERATORS: dict[str, _Config | None] = {
     "aiperf-agentic-code": None,
     "aiperf-agentic-code-2k": _config(
-        turn=(50, 128), answer=8, head=256, repository=128, files=96, turns=4, context=1600, block=32
+        turn=(50, 128), answer=8, head=256, repository=128, files=96, turns=3, context=1600, block=32
     ),
     "aiperf-agentic-code-1k": _config(
         turn=(32, 64), answer=12, head=128, repository=64, files=48, turns=4, context=800, block=32
