@@ -108,6 +108,10 @@ def hand_off(server: Process, engine: TorchEngine, sender: HandoffSender, prompt
     return {"handoff_id": name, "request_id": name, "prompt_token_ids": prompt, "first_token_id": first}
 
 
+def test_it_says_that_its_step_is_the_compiled_one(server):
+    assert server.request("GET", "/server_info")[1]["step"] == "fused"
+
+
 @pytest.mark.parametrize("tokens", [1, 5, 40, 200])
 def test_tokens_after_a_hand_off_equal_the_engines_own(server, engine, sender, tokens):
     prompt = [(7 * position + tokens) % 256 for position in range(tokens)]
