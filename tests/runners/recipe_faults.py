@@ -150,6 +150,7 @@ entry("kv-dtype-attention", local_entry, lambda d: d["handoff"].update({"kv-dtyp
 entry("engines-unpaired", tilert, lambda d: put(d["roles"]["prefill"], engine="bundled", args={}))
 entry("transport-unsupported", tilert, lambda d: put(d, kv_p2p_transfer="pegaflow"))
 entry("gpus-over-node", gpu_entry, lambda d: space(d)["aggregated"].update({"tp": 12, "ep": 1}))
+entry("cpu-argument-on-gpu", gpu_entry, lambda d: put(d["roles"]["aggregated"], args={"cpu-threads": 2}))
 entry("nodes-short", gpu_entry, lambda d: space(d)["aggregated"].update({"tp": 64, "ep": 64}))
 entry("parallelism", gpu_entry, lambda d: space(d)["aggregated"].update({"dcp-size": 3}))
 entry("hardware-mismatch", gpu_entry, lambda d: space(d)["aggregated"].update({"hardware": "b200"}))
