@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +20,14 @@ os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 REPOSITORY = Path(__file__).parents[1]
 DEFAULT = "smollm2-135m-fp32-cpu-vllm-baton"
 STACK_DEADLINE_S = 20
+TORCH_SEED = 1
+
+
+@pytest.fixture(autouse=True)
+def same_random_numbers() -> None:
+    """A test's numbers do not depend on which tests ran before it, so that its failure can be had again alone."""
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(TORCH_SEED)
 
 
 @pytest.fixture(scope="session")

@@ -133,13 +133,13 @@ def test_indexer_keys_are_rotated_as_the_wheels_own_conversion_rotates_those_of_
     from tilert.pd_vllm.profiles.mla_nsa import KI_PAGE_BYTES, PAGE_SIZE, MlaNsaProfile
 
     keys_TD = torch.randn(PAGE_SIZE, 128)
-    scale_T = keys_TD.abs().amax(1) / 448
-    page = torch.cat(
-        ((keys_TD / scale_T[:, None]).to(torch.float8_e4m3fn).view(torch.uint8).flatten(), scale_T.view(torch.uint8))
-    )
+    scale_T1 = keys_TD.abs().amax(1, keepdim=True) / 448
+    quantized_TD = (keys_TD / scale_T1).to(torch.float8_e4m3fn)
+    page = torch.cat((quantized_TD.view(torch.uint8).flatten(), scale_T1.flatten().view(torch.uint8)))
     assert len(page) == KI_PAGE_BYTES
+    kept_TD = (quantized_TD.float() * scale_T1).bfloat16()  # what both rotate: quantizing is not what is compared here
     theirs = MlaNsaProfile._dequant_ki(page[None], PAGE_SIZE, tiled=False)
-    torch.testing.assert_close(rotated(keys_TD), theirs.float(), atol=0.1, rtol=0.1)  # a quantization apart
+    torch.testing.assert_close(rotated(kept_TD).bfloat16(), theirs)
     torch.testing.assert_close(rotated(rotated(keys_TD)), keys_TD)
     with pytest.raises(ValueError, match="power of two"):
         rotated(torch.zeros(1, 24))
