@@ -125,6 +125,7 @@ class _Tracked:
     params: HandoffParams
     total_tokens: int
     arrived_s: float
+    """At vLLM's server, by the planner's clock."""
     prefix: Prefix | None = None
     block_ids: list[list[int]] = field(default_factory=list)
     first_scheduled_s: float | None = None
@@ -169,7 +170,8 @@ class HandoffPlanner:
         self._used_ids[params.handoff_id] = None
         while len(self._used_ids) > len(self._tracked) + REMEMBERED_IDS:
             self._used_ids.popitem(last=False)
-        self._tracked[key] = _Tracked(params, request.num_prompt_tokens, self._clock(), _prefix_of(params, request))
+        arrived_s = self._clock() - _waited_s(request)
+        self._tracked[key] = _Tracked(params, request.num_prompt_tokens, arrived_s, _prefix_of(params, request))
 
     def plan(self, scheduler_output: Any) -> StepPlan:
         """The rows that become available in this step, from vLLM's SchedulerOutput (read only)."""
@@ -264,6 +266,15 @@ def _echo(raw: object, name: str) -> str | None:
     """The field as sent when it is fit to be shown in an answer or a log."""
     value = raw.get(name) if isinstance(raw, dict) else None
     return value if isinstance(value, str) and len(value) <= MAX_ECHO_CHARS else None
+
+
+def _waited_s(request: Any) -> float:
+    """Since vLLM's server took the request: the engine core sees it only between two steps, and a step may be long.
+
+    0 where vLLM does not say, or where its server's clock is ahead of ours.
+    """
+    arrival_time = getattr(request, "arrival_time", None)
+    return 0.0 if arrival_time is None else max(0.0, time.time() - float(arrival_time))
 
 
 def _prefix_of(params: HandoffParams, request: Any) -> Prefix | None:

@@ -203,6 +203,23 @@ def test_the_requests_own_deadline_is_capped_and_the_queue_time_measured() -> No
     assert chunk.queue_ms == pytest.approx(250)
 
 
+@pytest.mark.parametrize(("ago_s", "before_ms"), [(None, 0), (0.5, 500), (-3600, 0)])
+def test_the_queue_begins_where_vllms_server_took_the_request(
+    ago_s: float | None, before_ms: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine core sees it only after the step that it is in; a clock that is ahead takes nothing away."""
+    wall_s, now = 1_700_000_000.0, [100.0]
+    monkeypatch.setattr("serve.handoff.vllm_schedule.time.time", lambda: wall_s)
+    planner = HandoffPlanner(10, clock=lambda: now[0])
+    taken = request(tokens=16, kv=params())
+    if ago_s is not None:
+        taken.arrival_time = wall_s - ago_s
+    planner.track(taken)
+    now[0] = 100.25
+    (chunk,) = planner.plan(step(new=(first("v1", 16, [1]),))).chunks
+    assert chunk.queue_ms == pytest.approx(before_ms + 250)
+
+
 @given(
     tokens=st.integers(1, 200),
     budgets=st.lists(st.integers(1, 64), min_size=1, max_size=12),
