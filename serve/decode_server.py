@@ -233,6 +233,7 @@ async def _start(
         quarantine_s=options.quarantine_s,
         max_slots=2 * (options.max_batch_size + options.queue_depth),
         held_prefix_tokens=options.held_prefix_tokens,
+        device=engine_device(options),
     )
     config = ServiceConfig(
         model_name=options.served_model_name,
@@ -276,6 +277,11 @@ def _engine(options: argparse.Namespace) -> DecodeEngine:
         step=options.step,
         ranks=options.tensor_parallel_size,
     )
+
+
+def engine_device(options: argparse.Namespace) -> str:
+    """Where the engine's KV cache lies: TileRT's in GPUs, its stub's nowhere."""
+    return {"tilert": "cuda", "tilert-stub": "cpu"}.get(options.engine, options.device)
 
 
 def speculation_of(options: argparse.Namespace) -> Speculation | None:

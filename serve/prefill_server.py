@@ -127,7 +127,9 @@ async def start(options: argparse.Namespace) -> PrefillService:
         streamer = HandoffStreamer(
             layout,
             worker.make_layers(kv_dtype),
-            lambda on_done: HandoffSender(layout, transport, staging_bytes=options.staging_bytes, on_done=on_done),
+            lambda on_done: HandoffSender(
+                layout, transport, staging_bytes=options.staging_bytes, device=str(device), on_done=on_done
+            ),
             StageLog(options.stage_log) if options.stage_log is not None else None,
         )
         opened.append(streamer)

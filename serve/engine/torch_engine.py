@@ -234,11 +234,18 @@ class TorchEngine:
 
     def _inject(self, sequence: _Sequence, kv: Iterable[LayerKV], tokens: int) -> None:
         seen: set[int] = set()
-        for layer_kv in kv:
-            if layer_kv.layer in seen:
-                raise ValueError(f"KV of layer {layer_kv.layer} came twice")
-            seen.add(layer_kv.layer)
-            self._model.inject(sequence.cache, layer_kv, tokens)
+        try:
+            for layer_kv in kv:
+                if layer_kv.layer in seen:
+                    raise ValueError(f"KV of layer {layer_kv.layer} came twice")
+                seen.add(layer_kv.layer)
+                # One piece of memory each, and turned there: a GPU copies it while the next layer is being asked for.
+                planes = {name: rows.to(self._device, non_blocking=True) for name, rows in layer_kv.planes.items()}
+                self._model.inject(sequence.cache, LayerKV(layer_kv.layer, planes), tokens)
+        finally:
+            if self._device.type == "cuda":
+                # The rows' memory is the caller's again after this.
+                torch.cuda.current_stream(self._device).synchronize()
         if len(seen) != self._model.kv_layers:
             raise ValueError(f"KV of {len(seen)} layers came, the model has {self._model.kv_layers}")
         sequence.cached_tokens = tokens

@@ -8,6 +8,8 @@ import mmap
 import numpy as np
 import numpy.typing as npt
 
+from serve.handoff.pinned import pin
+
 # linux/mman.h; Python's mmap module has no name for it. Kernel 5.14 and later.
 _MADV_POPULATE_WRITE = 23
 
@@ -18,10 +20,11 @@ class Arena:
     """``nbytes`` of anonymous memory, on huge pages where the kernel gives them, faulted in at once.
 
     Faulting here keeps page faults (measured: about 0.3 s a GiB) out of the first requests. The memory lives as long
-    as any view of ``bytes``. Raises OSError when the machine has not that much.
+    as any view of ``bytes``. For a ``device`` other than the CPU, which fills or reads it, it is page-locked and lives
+    as long as the process; ``pinned`` says whether that could be had. Raises OSError when memory is short.
     """
 
-    def __init__(self, nbytes: int) -> None:
+    def __init__(self, nbytes: int, device: str = "cpu") -> None:
         memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         for advice in (mmap.MADV_HUGEPAGE, _MADV_POPULATE_WRITE):
             try:
@@ -32,6 +35,9 @@ class Arena:
         self.nbytes = nbytes
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(memory, dtype=np.uint8)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self.pinned = pin(self.address, nbytes, device)
+        if self.pinned:
+            self.keep()
 
     def keep(self) -> None:
         """Never unmaps: a peer's write, or one of this side, may still be under way in the transport's threads."""

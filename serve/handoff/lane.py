@@ -38,6 +38,8 @@ FAREWELL_S = 1.0
 FIRST_RETRY_S, MAX_RETRY_S = 0.01, 0.25
 # An idle lane's threads go away after this; a later hand-off starts them again.
 IDLE_S = 30.0
+# How often to look whether a device has copied rows.
+ARRIVAL_POLL_S = 0.001
 # How often to look whether a write that was given up has left the transport.
 SETTLE_POLL_S = 0.02
 
@@ -76,7 +78,7 @@ class Carried:
             return True
         if now < self.not_before_s:
             return False
-        return self.slot is None or self.staged.queued or self.finished_s is not None
+        return self.slot is None or self.staged.queued or (self.finished_s is not None and not self.staged.arriving)
 
 
 class Lane:
@@ -190,6 +192,7 @@ class Lane:
                     return None
                 times = [carried.deadline_s for carried in waiting]
                 times += [carried.not_before_s for carried in waiting if carried.not_before_s > now]
+                times += [now + ARRIVAL_POLL_S for carried in waiting if carried.slot and carried.staged.arriving]
                 self._changed.wait(max(0.0, min([at - now for at in times] + [max(left, FIRST_RETRY_S)])))
 
     def _advance(self, carried: Carried) -> bool:
@@ -203,7 +206,8 @@ class Lane:
                 )
             if carried.slot is None and not self._reserve(carried):
                 return self._idle(carried)
-            finished = carried.finished_s is not None
+            # Nothing is staged after finish(), so that what was to come has come when nothing is arriving.
+            finished = carried.finished_s is not None and not carried.staged.arriving
             pieces = carried.staged.drain()
             if pieces:
                 self._write(carried, pieces)
@@ -346,7 +350,7 @@ class Lane:
             self._changed.notify_all()
 
     def _in_flight(self, carried: Carried) -> bool:
-        return self._transport.in_flight(carried.address, carried.nbytes)
+        return carried.staged.copying or self._transport.in_flight(carried.address, carried.nbytes)
 
     def _farewell(self, carried: Carried, error: HandoffError) -> None:
         """Tells the receiver the named failure; with the generation when no byte can land any more."""

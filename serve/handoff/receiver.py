@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +37,8 @@ from serve.handoff.transport import Transport
 
 log = logging.getLogger(__name__)
 
-VERIFY_THREADS = 2
+# Hashing keeps one core at the speed of its memory; decode servers that share a node leave each other some.
+VERIFY_THREADS = min(8, max(2, len(os.sched_getaffinity(0)) // 8))
 
 T = TypeVar("T")
 
@@ -94,7 +96,8 @@ class HandoffReceiver:
 
     ``control_port`` 0 picks a free port. ``quarantine_s`` is how long a slot whose writer was not heard of again is
     kept from reuse: choose it above the transport's own progress timeout (Mooncake TCP: 30 s). The rows of at most
-    ``held_prefix_tokens`` tokens of earlier prompts stay in the pool for the next turn of their session.
+    ``held_prefix_tokens`` tokens of earlier prompts stay in the pool for the next turn of their session. ``device`` is
+    where slots are copied to: the pool is page-locked for a GPU.
     """
 
     def __init__(
@@ -108,9 +111,11 @@ class HandoffReceiver:
         quarantine_s: float,
         max_slots: int,
         held_prefix_tokens: int = 0,
+        device: str = "cpu",
     ) -> None:
         self.layout = layout
         self._transport = transport
+        self._device = device
         self._table = SlotTable(
             layout,
             BufferPool(pool_bytes),
@@ -145,7 +150,7 @@ class HandoffReceiver:
         self._transport.start(self._host)
         await self._listener.start()
         try:
-            self._arena = Arena(self._pool_bytes)
+            self._arena = Arena(self._pool_bytes, self._device)
             self._transport.register(self._arena.address, self._arena.nbytes)
         except BaseException:
             await self._listener.close()
@@ -202,7 +207,8 @@ class HandoffReceiver:
 
     def stats(self) -> dict[str, Any]:
         """``slots`` by state, ``pool_bytes``, ``free_bytes``, ``codes`` by count, ``committed``, ``taken`` ..."""
-        return {**self._table.stats(), "connections": self._listener.connections}
+        pinned = self._arena is not None and self._arena.pinned
+        return {**self._table.stats(), "connections": self._listener.connections, "pinned": pinned}
 
     def release(self, slot: Slot, error: HandoffError | None = None) -> None:
         """Takes a lent slot back; ReceivedSlot.release() calls this."""

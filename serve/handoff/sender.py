@@ -56,8 +56,9 @@ class Outcome:
 class HandoffSender:
     """Sends hand-offs of one layout from one staging arena of ``staging_bytes`` over a started transport.
 
-    Thread-safe. ``threads`` is per decode. ``on_done`` is called once a hand-off, from a sender thread. Raises OSError
-    (no memory) and HandoffError (the transport refuses the arena).
+    Thread-safe. ``threads`` is per decode. ``device`` is where rows come from: staging is page-locked for a GPU.
+    ``on_done`` is called once a hand-off, from a sender thread. Raises OSError (no memory) and HandoffError (the
+    transport refuses the arena).
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class HandoffSender:
         transport: Transport,
         *,
         staging_bytes: int,
+        device: str = "cpu",
         threads: int = 2,
         clock: Callable[[], float] = time.monotonic,
         on_done: Callable[[Outcome], None] | None = None,
@@ -77,7 +79,7 @@ class HandoffSender:
         self._clock = clock
         self._on_done = on_done
         self._pool = BufferPool(staging_bytes)
-        self._arena = Arena(staging_bytes)
+        self._arena = Arena(staging_bytes, device)
         transport.register(self._arena.address, self._arena.nbytes)
         self._lock = threading.Lock()
         self._live: dict[str, tuple[Carried, Lane]] = {}

@@ -7,10 +7,9 @@ neighbouring plane-layers that are complete go in one write.
 from __future__ import annotations
 
 import threading
-from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -24,11 +23,18 @@ if TYPE_CHECKING:
     import torch
 
 
+class Arrival(Protocol):
+    """Says when a GPU's copy into staging is done; torch.cuda.Event is one."""
+
+    def query(self) -> bool:
+        """Raises RuntimeError when the device failed."""
+
+
 @dataclass
 class _Block:
-    """One plane-layer in staging: bytes ``first`` to ``staged`` of ``nbytes`` are there, in token order, and hashed.
+    """One plane-layer in staging: bytes ``first`` to ``staged`` of ``nbytes`` are there or on their way.
 
-    Those before ``first`` are not sent: decode holds them.
+    In token order. Those before ``first`` are not sent: decode holds them. ``hash`` is over what drain() gave.
     """
 
     plane: Plane
@@ -39,8 +45,26 @@ class _Block:
     hash: Any = field(default_factory=xxhash.xxh3_64)
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """Staged rows of one block that wait for drain()."""
+
+    block: _Block
+    begin: int
+    end: int
+    arrival: Arrival | None
+
+    @property
+    def arrived(self) -> bool:
+        """Raises RuntimeError when the device failed."""
+        return self.arrival is None or self.arrival.query()
+
+
 class StagedHandoff:
-    """Staging and bookkeeping of one hand-off; stage() may run in one thread while another drains."""
+    """Staging and bookkeeping of one hand-off; stage() may run in one thread while another drains.
+
+    Rows of a GPU are copied behind what computes them, and nobody waits for that: drain() gives what has arrived.
+    """
 
     def __init__(
         self, handoff_id: str, request_id: str, layout: KVLayout, tokens: int, memory: npt.NDArray[np.uint8], ranks: int
@@ -56,13 +80,14 @@ class StagedHandoff:
             key: _Block(layout.plane(key[0]), offset, layout.plane(key[0]).block_bytes(tokens))
             for key, offset in layout.offsets(tokens).items()
         }
-        self._queued: deque[tuple[int, int]] = deque()
+        # In the order of staging, so that a device's copies arrive from the left.
+        self._queued: deque[_Piece] = deque()
         # Guards the memory: it must not go to another hand-off while rows are being copied into it.
         self._memory_lock = threading.Lock()
         self._closed = False
 
     def stage(self, plane: str, layer: int, start_token: int, rows: npt.NDArray[np.uint8] | torch.Tensor) -> bool:
-        """Copies and hashes rows and queues them for drain(); False when there was nothing (new) to stage.
+        """Copies rows and queues them for drain(); False when there was nothing (new) to stage.
 
         Tokens that are staged already are skipped (a preempted prompt computes them again). Raises ValueError: no such
         plane-layer, a gap before ``start_token``, rows past the end or of another size or dtype.
@@ -91,11 +116,9 @@ class StagedHandoff:
             if known >= nbytes:
                 return False
             begin, end = block.offset + block.staged, block.offset + start + nbytes
-            target = self._memory[begin:end]
-            _copy(rows, known, target, block.plane)
-            block.hash.update(target.data)
+            arrival = _copy(rows, known, self._memory[begin:end], block.plane)
             block.staged = start + nbytes
-            self._queued.append((begin, end - begin))
+            self._queued.append(_Piece(block, begin, end, arrival))
         return True
 
     def hold(self, tokens: int) -> None:
@@ -112,29 +135,23 @@ class StagedHandoff:
             self.held_tokens = tokens
             for block in self._blocks.values():
                 block.first = block.plane.block_bytes(tokens)
-                block.hash.reset()
-                if block.staged > block.first:
-                    block.hash.update(self._memory[block.offset + block.first : block.offset + block.staged].data)
                 block.staged = max(block.staged, block.first)
-            self._requeue()
-
-    def _requeue(self) -> None:
-        """Leaves of what is queued the rows that are sent."""
-        blocks = {block.offset: block for block in self._blocks.values()}
-        offsets = sorted(blocks)
-        queued = [self._queued.popleft() for _ in range(len(self._queued))]
-        for offset, nbytes in queued:
-            block = blocks[offsets[bisect_right(offsets, offset) - 1]]
-            begin, end = max(offset, block.offset + block.first), offset + nbytes
-            if begin < end:
-                self._queued.append((begin, end - begin))
 
     def drain(self) -> list[tuple[int, int]]:
-        """(offset, bytes) of what was staged since the last call, neighbours merged."""
-        # Only what is there now: another thread may go on staging. Appending and popping a deque are atomic.
-        queued = sorted(self._queued.popleft() for _ in range(len(self._queued)))
+        """(offset, bytes) of what arrived since the last call, hashed, neighbours merged.
+
+        Raises RuntimeError when the device failed that was copying.
+        """
+        arrived = []
+        # Another thread may go on staging: appending and popping a deque are atomic.
+        while self._queued and self._queued[0].arrived:
+            piece = self._queued.popleft()
+            begin = max(piece.begin, piece.block.offset + piece.block.first)
+            if begin < piece.end:
+                piece.block.hash.update(self._memory[begin : piece.end].data)
+                arrived.append((begin, piece.end - begin))
         merged: list[tuple[int, int]] = []
-        for offset, nbytes in queued:
+        for offset, nbytes in sorted(arrived):
             if merged and sum(merged[-1]) == offset:
                 merged[-1] = (merged[-1][0], merged[-1][1] + nbytes)
             else:
@@ -143,8 +160,24 @@ class StagedHandoff:
 
     @property
     def queued(self) -> bool:
-        """Whether drain() would return something."""
-        return bool(self._queued)
+        """Whether drain() would return something, or raise."""
+        return bool(self._queued) and not self.arriving
+
+    @property
+    def arriving(self) -> bool:
+        """Whether what comes next is still being copied by a device."""
+        try:
+            return bool(self._queued) and not self._queued[0].arrived
+        except RuntimeError:
+            return False
+
+    @property
+    def copying(self) -> bool:
+        """Whether a device may still write into the memory."""
+        try:
+            return bool(self._queued) and not self._queued[-1].arrived
+        except RuntimeError:
+            return False
 
     def checksums(self) -> dict[str, str]:
         """xxh3_64 by "plane/layer" of what this rank staged. Raises HandoffError(short_write) when rows are missing."""
@@ -171,7 +204,7 @@ class StagedHandoff:
         return sum(block.first for block in self._blocks.values() if block.staged > block.first)
 
     def close(self) -> None:
-        """No row is copied in after this returns; the staging piece may go to somebody else."""
+        """No copy is begun after this returns: the staging piece may go to somebody else unless ``copying``."""
         with self._memory_lock:
             self._closed = True
 
@@ -180,18 +213,17 @@ def _nbytes(rows: Any) -> int:
     return int(rows.nbytes)
 
 
-def _copy(rows: Any, skip: int, target: npt.NDArray[np.uint8], plane: Plane) -> None:
-    """Copies ``rows`` from byte ``skip`` (whole rows) on into ``target``."""
+def _copy(rows: Any, skip: int, target: npt.NDArray[np.uint8], plane: Plane) -> Arrival | None:
+    """Copies ``rows`` from byte ``skip`` (whole rows) on into ``target``; tells of a GPU's when they will be there."""
     if isinstance(rows, np.ndarray):
         if not rows.flags.c_contiguous:
             raise ValueError(f"plane {plane.name}: numpy rows must be C-contiguous")
         np.copyto(target, rows.reshape(-1).view(np.uint8)[skip:])
-        return
+        return None
     import torch
 
     if rows.dtype is torch.uint8:
-        torch.from_numpy(target).copy_(rows.reshape(-1)[skip:])
-        return
+        return _copy_tensor(rows.reshape(-1)[skip:], torch.from_numpy(target))
     if str(rows.dtype) != f"torch.{plane.dtype}" or tuple(rows.shape[1:]) != plane.row_shape:
         raise ValueError(
             f"plane {plane.name}: rows are {rows.dtype} {tuple(rows.shape[1:])}, the layout says {plane.dtype} "
@@ -201,4 +233,19 @@ def _copy(rows: Any, skip: int, target: npt.NDArray[np.uint8], plane: Plane) -> 
         raise ValueError(f"plane {plane.name} is paged: stage uint8 pages of {plane.stride_bytes} bytes")
     # A strided source (vLLM's CPU cache keeps keys transposed) is gathered by this one copy.
     first = skip // plane.row_bytes
-    torch.from_numpy(target).view(rows.dtype).view(rows.shape[0] - first, *plane.row_shape).copy_(rows[first:])
+    shaped = torch.from_numpy(target).view(rows.dtype).view(rows.shape[0] - first, *plane.row_shape)
+    return _copy_tensor(rows[first:], shaped)
+
+
+def _copy_tensor(rows: torch.Tensor, target: torch.Tensor) -> Arrival | None:
+    if not rows.is_cuda:
+        target.copy_(rows)
+        return None
+    import torch
+
+    with torch.cuda.device(rows.device):
+        # In the stream that computed the rows: after them, and before anything that writes over them.
+        target.copy_(rows, non_blocking=True)
+        event = torch.cuda.Event()
+        event.record()
+    return event  # type: ignore[no-any-return]

@@ -201,13 +201,15 @@ class BatonConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         draft_layers = _count_draft_layers(kv_caches, int(config["num_hidden_layers"]))
         layout = KVLayout.from_config(config, self._settings.kv_dtype, mtp_layers=draft_layers)
         sources = self._sources(layout, kv_caches, int(config["num_hidden_layers"]))
-        settings = self._settings
+        settings, device = self._settings, str(next(iter(kv_caches.values())).device)
         stage_log = StageLog(settings.stage_log) if settings.stage_log is not None else None
         self._transport = transport = create_transport(settings.transport, settings.host, settings.protocol)
         self._streamer = HandoffStreamer(
             layout,
             sources,
-            lambda on_done: HandoffSender(layout, transport, staging_bytes=settings.staging_bytes, on_done=on_done),
+            lambda on_done: HandoffSender(
+                layout, transport, staging_bytes=settings.staging_bytes, device=device, on_done=on_done
+            ),
             stage_log,
         )
         # vLLM does not call shutdown() on SIGTERM; its worker leaves by SystemExit, which runs this.

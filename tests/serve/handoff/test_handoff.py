@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,48 +18,14 @@ from serve.handoff.convert import layer_tensors
 from serve.handoff.layout import KVLayout, Plane
 from serve.handoff.mooncake import MooncakeTransport
 from serve.handoff.protocol import Commit, HandoffCode, HandoffError, Reserve, Reserved
-from serve.handoff.receiver import HandoffReceiver
 from serve.handoff.sender import HandoffSender, Outcome
+from tests.serve.handoff.conftest import Prefill, Receive
 from tests.serve.handoff.layouts import LLAMA_CONFIG, MLA_CONFIG, rows, tiny_layout
 from tests.serve.handoff.waiting import until_async
 
 LLAMA = KVLayout.from_config(LLAMA_CONFIG, "float32")
 MLA = KVLayout.from_config(MLA_CONFIG, "bfloat16")
 TINY = tiny_layout()
-# A deadline on time.monotonic() that a test does not meet.
-
-
-Receive = Callable[..., Awaitable[HandoffReceiver]]
-Prefill = Callable[..., HandoffSender]
-
-
-@pytest.fixture
-async def receive(engines: tuple[MooncakeTransport, MooncakeTransport]) -> AsyncIterator[Receive]:
-    started: list[HandoffReceiver] = []
-
-    async def start(layout: KVLayout, **options: Any) -> HandoffReceiver:
-        options = {"pool_bytes": 16 << 20, "quarantine_s": 5.0, "max_slots": 32, **options}
-        started.append(HandoffReceiver(layout, engines[0], host="127.0.0.1", control_port=0, **options))
-        await started[-1].start()
-        return started[-1]
-
-    yield start
-    for receiver in started:
-        await receiver.close()
-
-
-@pytest.fixture
-async def prefill(engines: tuple[MooncakeTransport, MooncakeTransport]) -> AsyncIterator[Prefill]:
-    started: list[HandoffSender] = []
-
-    def start(layout: KVLayout, **options: Any) -> HandoffSender:
-        started.append(HandoffSender(layout, engines[1], **{"staging_bytes": 16 << 20, **options}))
-        return started[-1]
-
-    yield start
-    for sender in started:
-        # In a thread: the receiver on this loop is told of what is closed.
-        await asyncio.to_thread(sender.close)
 
 
 def stage_all(sender: HandoffSender, handoff_id: str, data: dict[tuple[str, int], Any], chunks: Sequence[int]) -> None:
