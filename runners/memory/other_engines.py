@@ -193,7 +193,7 @@ def host_terms(role: Role) -> list[Term]:
             held = arguments.integer("--held-prefix-tokens")
             text = "slots sized by the request" + (f", {held:,} tokens held at most" if held else "")
             terms.append(Term(f"{name}: receive pool", pool, text, "handoff.pool-mib", "handoff", "lower pool-mib"))
-        elif "BatonConnector" in (arguments.text("--kv-transfer-config") or ""):
+        elif arguments.has("--staging-bytes") or "BatonConnector" in (arguments.text("--kv-transfer-config") or ""):
             size, text = handoff.staging_bytes, "the first rank sends for all"
             terms.append(Term(f"{name}: staging", size, text, "handoff.staging-mib", "handoff", "lower staging-mib"))
     return terms + _offload_terms(role)
