@@ -127,8 +127,8 @@ class Job:
             await self.roles.start()
         with self._stage("ready"):
             await self.roles.wait_ready()
-        with self._stage("canary"):
-            await canary.prove(self.spec)
+        with self._stage("canary") as said:
+            said["message"] = await canary.prove(self.spec)
         for point in remaining:
             self.outcomes[point.id] = PointOutcome(point.id, "failed", message="cut short by the end of the job")
             points.set_aside(self.spec.job_dir(), point.id)
@@ -222,19 +222,22 @@ class Job:
         self._end(JobCode.INTERRUPTED, f"the process that submitted this job (pid {pid}) is gone")
 
     @contextmanager
-    def _stage(self, name: str) -> Iterator[None]:
+    def _stage(self, name: str) -> Iterator[dict[str, str | None]]:
+        """Records a stage; what is put under "message" is told when it is done."""
         started = time.monotonic()
+        said: dict[str, str | None] = {}
 
         def record(state: str, **fields: Any) -> None:
             self.events.write("stage", name=name, state=state, **fields)
 
         record("started")
         try:
-            yield
+            yield said
         except BaseException as error:
             record("failed", elapsed_s=round(time.monotonic() - started, 3), message=str(error))
             raise
-        record("done", elapsed_s=round(time.monotonic() - started, 3))
+        told = {key: text for key, text in said.items() if text is not None}
+        record("done", elapsed_s=round(time.monotonic() - started, 3), **told)
 
     def _outcome(self, failure: JobFailure | None, elapsed_s: float) -> Outcome:
         tried = tuple(self.outcomes.values())

@@ -44,7 +44,7 @@ def describe(event: Event) -> str | None:
         case "stage", "progress":
             return f"{job}: {event['process']} is ready"
         case "stage", "done":
-            return f"{job}: {event['name']} done{took}"
+            return f"{job}: {event['name']} done{took}" + (f": {event['message']}" if event.get("message") else "")
         case "stage", "failed":
             return f"{job}: {event['name']} failed{took}: {event.get('message') or 'cut short'}"
         case "point", "started":

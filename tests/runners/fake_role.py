@@ -46,6 +46,8 @@ class Handler(BaseHTTPRequestHandler):
         text = f"answer to {request['messages'][0]['content']}"
         if self.options.fickle:
             text += f", number {next(answers)}"
+        if self.options.rounds and not next(answers):
+            text += ", computed whole"
         if self.options.silent:
             text = ""
         if self.options.refuses:
@@ -75,7 +77,7 @@ def main() -> None:
     parser.add_argument("--ready-after-s", type=float, default=0.0)
     parser.add_argument("--depends-on", help="URL that must answer 200 before this is ready")
     parser.add_argument("--crash", type=int, help="exit with this status at once")
-    for flag in ("--never-ready", "--fickle", "--silent", "--refuses", "--deaf", "--with-child"):
+    for flag in ("--never-ready", "--fickle", "--rounds", "--silent", "--refuses", "--deaf", "--with-child"):
         parser.add_argument(flag, action="store_true")
     options = parser.parse_args()
     Handler.options = options

@@ -13,6 +13,7 @@ import pytest
 
 from runners.orchestrate import identity, time_limit_s
 from runners.outcome import JobCode
+from runners.progress import describe
 from tests.runners import jobs
 from tests.runners.jobs import make_job, orchestrator, outcome_of, pid_of, run_job, wait_for, wait_for_point
 
@@ -279,7 +280,7 @@ def test_taken_port_names_role_port_and_holder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("flag", "reason"),
-    [("--silent", "has no text"), ("--fickle", "differ"), ("--refuses", "HTTP 404")],
+    [("--silent", "has no text"), ("--fickle", "differ"), ("--rounds", "differ"), ("--refuses", "HTTP 404")],
 )
 def test_wrong_canary_answers_end_the_job_before_any_point(tmp_path: Path, flag: str, reason: str) -> None:
     spec = make_job(tmp_path, flags={"router-0": (flag,)})
@@ -287,6 +288,22 @@ def test_wrong_canary_answers_end_the_job_before_any_point(tmp_path: Path, flag:
     assert outcome.code is JobCode.CANARY_FAILED
     assert reason in outcome.message
     assert statuses(outcome) == {"ok": "not_run"}
+
+
+@pytest.mark.parametrize(("flag", "code"), [("--rounds", JobCode.COMPLETED), ("--fickle", JobCode.CANARY_FAILED)])
+def test_with_few_bits_a_second_answer_may_differ_but_must_come_again(tmp_path: Path, flag: str, code: JobCode) -> None:
+    spec = make_job(tmp_path, flags={"router-0": (flag,)}).model_copy(update={"precision": "fp8"})
+    spec.write(spec.job_dir() / "spec.json")
+    outcome = run_job(spec)
+    assert outcome.code is code
+    if code is not JobCode.COMPLETED:
+        assert all(f"number {count}" in outcome.message for count in range(3))
+        return
+    answers = [answer["text"] for answer in json.loads((spec.job_dir() / "canary.json").read_text())]
+    assert answers[0] != answers[1] == answers[2] and len(answers) == 3
+    (done,) = [e for e in jobs.events_of(spec) if e.get("name") == "canary" and e.get("state") == "done"]
+    assert "computed whole" in done["message"] and "rounding" in done["message"]
+    assert done["message"] in (describe(done) or "")
 
 
 def test_missing_weights_end_the_job_before_any_role(tmp_path: Path) -> None:
