@@ -1,11 +1,12 @@
 """Mixture of experts as DeepSeek-V3 routes it (arXiv 2412.19437, section 2.1.2): sigmoid scores, "noaux_tc" choice.
 
-Legend: N = tokens, E = hidden, X = experts, K = experts a token, G = expert groups.
+Legend: N = tokens, E = hidden, X = experts, K = experts a token, G = expert groups, M = N * K, by expert.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -60,11 +61,16 @@ class MoE:
 
     def _add_routed(self, x_NE: torch.Tensor, mixed_NE: torch.Tensor) -> torch.Tensor:
         weights_NK, chosen_NK = self.route(x_NE)
-        for expert in chosen_NK.unique().tolist():
-            if expert not in self.routed:
+        experts_M, order_M = chosen_NK.flatten().sort(stable=True)
+        rows_M, weights_M1 = order_M // chosen_NK.shape[1], weights_NK.flatten()[order_M, None]
+        # Read from the device once a layer: a read an expert is what an eager prefill on a GPU would wait for most.
+        every_X = torch.arange(self.experts + 1, device=experts_M.device)
+        bounds = torch.searchsorted(experts_M, every_X).tolist()
+        for expert, (begin, end) in enumerate(pairwise(bounds)):
+            if begin == end or expert not in self.routed:
                 continue
-            rows, place = torch.where(chosen_NK == expert)
-            share_NE = self.routed[expert](x_NE[rows]) * weights_NK[rows, place, None]
+            rows = rows_M[begin:end]
+            share_NE = self.routed[expert](x_NE[rows]) * weights_M1[begin:end]
             mixed_NE.index_add_(0, rows, share_NE.to(mixed_NE.dtype))
         return mixed_NE
 

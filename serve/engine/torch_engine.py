@@ -239,9 +239,7 @@ class TorchEngine:
                 if layer_kv.layer in seen:
                     raise ValueError(f"KV of layer {layer_kv.layer} came twice")
                 seen.add(layer_kv.layer)
-                # One piece of memory each, and turned there: a GPU copies it while the next layer is being asked for.
-                planes = {name: rows.to(self._device, non_blocking=True) for name, rows in layer_kv.planes.items()}
-                self._model.inject(sequence.cache, LayerKV(layer_kv.layer, planes), tokens)
+                self._model.inject(sequence.cache, self._uploaded(layer_kv), tokens)
         finally:
             if self._device.type == "cuda":
                 # The rows' memory is the caller's again after this.
@@ -249,6 +247,10 @@ class TorchEngine:
         if len(seen) != self._model.kv_layers:
             raise ValueError(f"KV of {len(seen)} layers came, the model has {self._model.kv_layers}")
         sequence.cached_tokens = tokens
+
+    def _uploaded(self, kv: LayerKV) -> LayerKV:
+        """The planes whole, to be turned and spread over there; a GPU copies while the next layer is asked for."""
+        return LayerKV(kv.layer, {name: rows.to(self._device, non_blocking=True) for name, rows in kv.planes.items()})
 
     def _stops(self, token: int, sampling: SamplingParams) -> bool:
         return token in sampling.stop_token_ids or (not sampling.ignore_eos and token in self._eos_token_ids)
