@@ -33,9 +33,7 @@ _MS: Callable[[Any], str] = lambda value: f"{value * 1e3:.1f}"  # noqa: E731
 _RATE: Callable[[Any], str] = lambda value: f"{value:.1f}"  # noqa: E731
 
 THROUGHPUT_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "framework": ("framework", str),
-    "hw": ("hw", str),
-    "precision": ("precision", str),
+    "series": ("configuration", str),
     "num_gpus": ("GPUs", str),
     "isl": ("ISL", str),
     "osl": ("OSL", str),
@@ -53,8 +51,7 @@ _SHARE: Callable[[Any], str] = lambda value: f"{value:.1%}"  # noqa: E731
 _LATENCY, _PER_GPU = "request_metrics/latency", "request_metrics/throughput/per_gpu"
 # Members of InferenceX's nested row: slashes go inwards.
 REPLAY_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "framework": ("framework", str),
-    "hw": ("hw", str),
+    "series": ("configuration", str),
     "dataset/name": ("corpus", str),
     "conc": ("conc", str),
     "fidelity/sessions_started": ("sessions", str),
@@ -80,8 +77,7 @@ _NESTED = {
     "p99_tpot": f"{_LATENCY}/tpot/p99",
 }
 EVAL_COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
-    "framework": ("framework", str),
-    "hw": ("hw", str),
+    "series": ("configuration", str),
     "task": ("task", str),
     "n_eff": ("problems", str),
     "num_fewshot": ("shots", str),
@@ -142,7 +138,8 @@ def summary(rows: Sequence[Row]) -> Any:
     import pandas as pd
 
     replays = [name for name in REPLAY_COLUMNS if name not in _NESTED.values()]
-    names = list(dict.fromkeys(["key", "scenario", "point", *THROUGHPUT_COLUMNS, *replays, *EVAL_COLUMNS]))
+    identity = ["key", "scenario", "point", "framework", "hw", "precision"]
+    names = list(dict.fromkeys([*identity, *THROUGHPUT_COLUMNS, *replays, *EVAL_COLUMNS]))
     records = []
     for row in rows:
         reasons = " ".join(reason["code"] for reason in row["verdict"]["reasons"])
@@ -248,6 +245,8 @@ def member(row: Row, path: str) -> Any:
 
 
 def _figure(row: Row, name: str) -> Any:
+    if name == "series":
+        return plots.series_name(row)
     found = member(row, name)
     return member(row, _NESTED[name]) if found is None and name in _NESTED else found
 
@@ -263,7 +262,8 @@ def _table(rows: Iterable[Row], columns: dict[str, tuple[str, Callable[[Any], st
     header = [label for label, _ in columns.values()] + ["valid"]
     lines = ["| " + " | ".join(header) + " |", "|" + "---|" * len(header)]
     for row in rows:
-        cells = ["" if member(row, name) is None else show(member(row, name)) for name, (_, show) in columns.items()]
+        figures = [(_figure(row, name), show) for name, (_, show) in columns.items()]
+        cells = ["" if figure is None else show(figure) for figure, show in figures]
         codes = ", ".join(reason["code"] for reason in row["verdict"]["reasons"])
         lines.append("| " + " | ".join([*cells, "yes" if row["verdict"]["valid"] else f"**no**: {codes}"]) + " |")
     return "\n".join(lines)

@@ -356,11 +356,16 @@ def write_report(run_dir: Path, progress: Progress) -> bool:
 
 
 def print_summary(rows: Sequence[dict[str, Any]]) -> None:
-    """The headline figures of every point, on stdout."""
+    """The headline figures of every point, on stdout; with what tells points of one name apart."""
     from benchmarks.report import summary
 
+    frame = summary(rows)
+    identity = ["point"]
+    for name in ("series", "key"):
+        if frame.duplicated(identity).any():
+            identity.insert(0, name)
     columns = [
-        "point",
+        *identity,
         "output_tput_per_gpu",
         "median_ttft",
         "median_tpot",
@@ -369,8 +374,8 @@ def print_summary(rows: Sequence[dict[str, Any]]) -> None:
         "valid",
         "reasons",
     ]
-    frame = summary(rows)[columns].dropna(axis="columns", how="all")
-    print(frame.to_string(index=False, na_rep="", float_format=lambda value: f"{value:.4g}"))
+    shown = frame[columns].dropna(axis="columns", how="all")
+    print(shown.to_string(index=False, na_rep="", float_format=lambda value: f"{value:.4g}"))
 
 
 def show_failure(outcome: Outcome, spec: JobSpec, progress: Progress) -> None:

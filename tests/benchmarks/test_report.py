@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import plots, report
 from benchmarks.result import load, read_rows
+from runners.sweep import print_summary
 from tests.benchmarks.conftest import eval_point, throughput_point
 from tests.benchmarks.recorded import run_folder
 
@@ -45,6 +46,27 @@ def test_the_summary_has_a_line_a_point(reported) -> None:
     lines = (run / "summary.csv").read_text().splitlines()
     assert len(lines) == 7 and lines[0].endswith("valid,reasons") and lines[-1].endswith("False,failed_requests")
     assert len(load([run])) == 6
+
+
+def test_points_of_one_name_are_told_apart(reported, capsys: pytest.CaptureFixture[str]) -> None:
+    run, _ = reported
+    rows = read_rows(run / "rows.json")
+    row = rows[0]
+    mtp = {**row, "spec_decoding": "mtp", "num_speculative_tokens": 3}
+
+    def shown(*given: dict[str, Any]) -> list[list[str]]:
+        print_summary(given)
+        return [line.split() for line in capsys.readouterr().out.splitlines()]
+
+    assert shown(row)[0][0] == "point"
+    header, plain, drafted = shown(row, mtp)
+    assert header[:2] == ["series", "point"]
+    assert " ".join(plain).startswith(plots.series_name(row) + " c1 ")
+    assert " ".join(drafted).startswith(plots.series_name(mtp) + " c1 ") and "mtp-3" in drafted
+    header, first, second = shown(row, {**row, "key": "another"})
+    assert header[:3] == ["key", "series", "point"] and (first[0], second[0]) == (row["key"], "another")
+    text = (run / "report.md").read_text()
+    assert "| configuration |" in text and all(f"| {plots.series_name(each)} |" in text for each in rows)
 
 
 def test_the_text_shows_every_figure_and_every_reason(reported) -> None:
