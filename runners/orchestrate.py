@@ -21,6 +21,7 @@ from runners import canary, points, prepare, warden, weights
 from runners.allocation import Allocation, bind, copy_weights, discover
 from runners.disk import Spare, is_full
 from runners.events import EventLog
+from runners.node_check import check_this_machine
 from runners.outcome import JobCode, JobFailure, Outcome, PointOutcome, log_tail
 from runners.roles import PROBE_TIMEOUT_S, Roles
 
@@ -114,6 +115,9 @@ class Job:
                 await self._take_nodes()
         if not remaining:
             return
+        if not self.on_slurm and self.spec.cluster_profile.get("gpu"):
+            with self._stage("nodes"):
+                await check_this_machine(self.spec)
         with self._stage("weights"):
             await weights.stage(self.spec)
             if self._allocation is not None:

@@ -215,10 +215,12 @@ async def _start(
     """Reads the model, loads the engine, opens the receiver. Raises ValueError, OSError, HandoffError."""
     from serve.decode.model_files import ModelFiles
     from serve.decode.service import DecodeService, ServiceConfig
+    from serve.engine.parallel import known_device
     from serve.handoff.layout import KVLayout
     from serve.handoff.receiver import HandoffReceiver
     from serve.handoff.transport import create_transport
 
+    known_device(engine_device(options))
     model = ModelFiles.read(options.model)
     speculation = speculation_of(options)
     mtp_layers = int(speculation is not None and speculation.method == "mtp")

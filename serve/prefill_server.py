@@ -77,7 +77,7 @@ async def start(options: argparse.Namespace) -> PrefillService:
     """Reads the model, opens the transport. Raises ValueError, OSError, HandoffError."""
     from serve.decode.model_files import ModelFiles
     from serve.engine.models.base import DecoderModel
-    from serve.engine.parallel import Parallel, device_of
+    from serve.engine.parallel import Parallel, device_of, known_device
     from serve.engine.ranked_model import load_on_ranks
     from serve.engine.ranks import settings_of
     from serve.engine.speculative import Speculation
@@ -89,6 +89,7 @@ async def start(options: argparse.Namespace) -> PrefillService:
     from serve.prefill.service import PrefillConfig, PrefillService
     from serve.prefill.worker import PrefillWorker
 
+    known_device(options.device)
     model = ModelFiles.read(options.model)
     mtp = options.draft_depth > 0 and options.spec_method == "mtp"
     speculation = Speculation("mtp", options.draft_depth) if mtp else None

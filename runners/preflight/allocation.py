@@ -12,6 +12,8 @@ from runners.preflight.readings import PROBE_BYTES, UNLIMITED, Readings
 from runners.preflight.registry import error, warning
 
 IDLE_DEVICE_BYTES = GIB  # what a driver keeps on an idle GPU is less
+# Their torch finds the runtime that was installed with it, wherever the loader looks. TileRT opens it by name.
+BRING_THEIR_RUNTIME = frozenset({"vllm", "sglang", "bundled"})
 SHORT_DEVICE = 0.97  # of the stated memory: what a driver shows differs by some percent
 
 EXCLUDED = error(code="node-excluded", phase="allocation", description="a node that the site's file excludes")
@@ -284,6 +286,7 @@ def _software(spec: JobSpec, here: Sequence[ProcessSpec], readings: Readings, wh
     if wanted and readings.nccl_version and readings.nccl_version != wanted and plain:
         message = f"libnccl.so.2 is {readings.nccl_version}, the engine was built against {wanted}"
         yield NCCL.at(where, message, "put that NCCL first on LD_LIBRARY_PATH (nccl-root in the role's args)")
-    if plain and not readings.runtime_libraries:
-        message = f"neither libcudart nor libamdhip64 can be loaded; {plain[0].name} needs one"
+    opens = [process for process in plain if process.engine not in BRING_THEIR_RUNTIME or "tilert" in process.argv]
+    if opens and not readings.runtime_libraries:
+        message = f"neither libcudart nor libamdhip64 can be loaded; {opens[0].name} needs one"
         yield RUNTIME_LIBRARY.at(where, message, "load the site's CUDA or ROCm module, or give the role an image")

@@ -11,6 +11,7 @@ after the feed-forward block.
 from __future__ import annotations
 
 import datetime
+import os
 import socket
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -82,11 +83,26 @@ class Parallel:
 SINGLE = Parallel()
 
 
+def known_device(device: str) -> torch.device:
+    """Raises ValueError for a name that torch does not know, and for a GPU where torch sees none."""
+    try:
+        target = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"--device {device}: {str(error).splitlines()[0]}") from None
+    if target.type == "cuda" and not torch.cuda.is_available():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        reason = (
+            "nvidia-smi or rocm-smi says what is there" if visible is None else f"CUDA_VISIBLE_DEVICES is {visible}"
+        )
+        raise ValueError(f"--device {device}: torch {torch.__version__} sees no GPU ({reason})")
+    return target
+
+
 def device_of(device: str, rank: int, size: int) -> torch.device:
     """A rank's device: the rank-th that CUDA_VISIBLE_DEVICES leaves. Raises ValueError when there are too few."""
     target = torch.device(device)
     if size == 1 or target.type == "cpu":
-        return target
+        return known_device(device)
     if target.index is not None:
         raise ValueError(f"--device {device}: name {target.type} alone, each of the {size} ranks takes one of its own")
     there = torch.cuda.device_count()

@@ -306,6 +306,51 @@ def test_with_few_bits_a_second_answer_may_differ_but_must_come_again(tmp_path: 
     assert done["message"] in (describe(done) or "")
 
 
+@pytest.mark.parametrize(
+    ("listed", "memory_mib", "reason"),
+    [
+        (None, 0, "devices-unreadable: node 0"),
+        ("0", 143771, "device-count: node 0"),
+        ("0\n1", 71000, "GPU 0 (NVIDIA H200) has 69.34 GiB, the site's file says more"),
+        ("0\n1", 143771, None),
+    ],
+)
+def test_gpus_of_this_machine_are_looked_at_before_anything_is_staged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listed: str | None, memory_mib: int, reason: str | None
+) -> None:
+    """There is none here: nvidia-smi is a script, or absent."""
+    if listed is not None:
+        tool = tmp_path / "bin" / "nvidia-smi"
+        tool.parent.mkdir()
+        lines = [f"'{index}, NVIDIA H200, {memory_mib}, {memory_mib - 4}'" for index in listed.split()]
+        tool.write_text(f'#!/bin/sh\ncase "$1" in *gpu=*) printf "%s\\n" {" ".join(lines)};; esac\n')
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tool.parent}:{os.environ['PATH']}")
+    spec = make_job(tmp_path)
+    gpu = {"type": "NVIDIA H200", "vendor": "nvidia", "count-per-node": 2, "memory-gib": 140.4}
+    processes = [process.model_copy(update={"gpus": (0, 1)}) for process in spec.processes[:1]]
+    spec = spec.model_copy(
+        update={
+            "cluster_profile": spec.cluster_profile | {"gpu": gpu},
+            "model_profile": spec.model_profile | {"weights": {**spec.model_profile["weights"], "path": str(tmp_path)}},
+            "processes": (*processes, *spec.processes[1:]),
+        }
+    )
+    spec.write(spec.job_dir() / "spec.json")
+
+    outcome = run_job(spec)
+
+    stages = [e["name"] for e in jobs.events_of(spec) if e["event"] == "stage" and e["state"] == "started"]
+    if reason is None:
+        assert outcome.code is JobCode.COMPLETED, outcome
+        assert stages[:2] == ["nodes", "weights"]
+        return
+    assert outcome.code is JobCode.ALLOCATION and outcome.host == socket.gethostname()
+    assert reason in outcome.message
+    assert stages == ["nodes", "teardown"]
+    assert not [e for e in jobs.events_of(spec) if e["event"] == "launch"]
+
+
 def test_missing_weights_end_the_job_before_any_role(tmp_path: Path) -> None:
     spec = make_job(tmp_path)
     (tmp_path / "model" / "model.safetensors").unlink()

@@ -125,6 +125,13 @@ def test_docker_lifts_the_limit_on_locked_memory() -> None:
     assert "memlock-limited" not in {finding.code for finding in judge(docker, limited)}
 
 
+def test_engines_whose_torch_brings_the_runtime_need_none_of_the_nodes() -> None:
+    spec = native(job())
+    for process in spec.processes:
+        spec = replace_process(spec, process.name, engine="vllm", argv=("vllm", "serve"))
+    assert "gpu-runtime-missing" not in {finding.code for finding in judge(spec, ready(runtime_libraries=()))}
+
+
 def test_a_node_without_gpu_roles_needs_none() -> None:
     assert judge(laptop(), Readings(hostname="here", available_bytes=16 * GIB)) == []
 
