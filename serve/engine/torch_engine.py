@@ -250,7 +250,8 @@ class TorchEngine:
 
     def _uploaded(self, kv: LayerKV) -> LayerKV:
         """The planes whole, to be turned and spread over there; a GPU copies while the next layer is asked for."""
-        return LayerKV(kv.layer, {name: rows.to(self._device, non_blocking=True) for name, rows in kv.planes.items()})
+        gpu = self._device.type == "cuda"
+        return LayerKV(kv.layer, {name: rows.to(self._device, non_blocking=gpu) for name, rows in kv.planes.items()})
 
     def _stops(self, token: int, sampling: SamplingParams) -> bool:
         return token in sampling.stop_token_ids or (not sampling.ignore_eos and token in self._eos_token_ids)

@@ -78,7 +78,9 @@ class Carried:
             return True
         if now < self.not_before_s:
             return False
-        return self.slot is None or self.staged.queued or (self.finished_s is not None and not self.staged.arriving)
+        if self.slot is None:
+            return True
+        return self.staged.queued if self.staged.pending else self.finished_s is not None
 
 
 class Lane:
@@ -192,7 +194,8 @@ class Lane:
                     return None
                 times = [carried.deadline_s for carried in waiting]
                 times += [carried.not_before_s for carried in waiting if carried.not_before_s > now]
-                times += [now + ARRIVAL_POLL_S for carried in waiting if carried.slot and carried.staged.arriving]
+                # No work, so a device copies. Not to be asked again: nobody would wake us if it is done by now.
+                times += [now + ARRIVAL_POLL_S for carried in waiting if carried.slot and carried.staged.pending]
                 self._changed.wait(max(0.0, min([at - now for at in times] + [max(left, FIRST_RETRY_S)])))
 
     def _advance(self, carried: Carried) -> bool:
@@ -206,12 +209,12 @@ class Lane:
                 )
             if carried.slot is None and not self._reserve(carried):
                 return self._idle(carried)
-            # Nothing is staged after finish(), so that what was to come has come when nothing is arriving.
-            finished = carried.finished_s is not None and not carried.staged.arriving
+            # Read first: nothing is staged after finish(), so that all has been drained when nothing is pending then.
+            finished = carried.finished_s is not None
             pieces = carried.staged.drain()
             if pieces:
                 self._write(carried, pieces)
-            elif finished:
+            elif finished and not carried.staged.pending:
                 self._commit(carried)
                 return True
             else:

@@ -15,10 +15,10 @@ _PORTABLE = 1  # cudaHostRegisterPortable: locked for every context of the proce
 def pin(address: int, nbytes: int, device: str) -> bool:
     """Locks [address, address + nbytes) for ``device``, a torch device's name.
 
-    False for "cpu", which needs none, and, with the reason in the log, where it cannot be had. For the life of the
-    process: the memory must not be unmapped, since nobody knows when a device's last copy is done.
+    False where there is no such thing (a CPU, another accelerator than CUDA's or ROCm's) and, with the reason in the
+    log, where it cannot be had. Until unpin() the memory must not be unmapped.
     """
-    if device == "cpu":
+    if device.partition(":")[0] != "cuda":
         return False
     import torch
 
@@ -32,6 +32,21 @@ def pin(address: int, nbytes: int, device: str) -> bool:
             nbytes / 2**30, device, runtime.cudaGetErrorString(error),
         )  # fmt: skip
         _forget_error(torch)
+    return False
+
+
+def unpin(address: int, device: str) -> bool:
+    """Undoes a pin() that returned True, once no copy from or to the memory can be under way; False if it failed."""
+    import torch
+
+    try:
+        with torch.cuda.device(device):
+            if int(error := torch.cuda.cudart().cudaHostUnregister(address)) == 0:
+                return True
+            log.warning("memory stays page-locked for %s: error %d", device, int(error))
+            _forget_error(torch)
+    except RuntimeError:  # a device that failed for good: the process ends
+        log.warning("memory stays page-locked for %s", device, exc_info=True)
     return False
 
 

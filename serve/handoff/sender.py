@@ -202,9 +202,13 @@ class HandoffSender:
             self._closed = True
             lanes = list(self._lanes.values())
         quiet = [lane.close(CLOSE_S) for lane in lanes]
-        if not all(quiet) or self._transport.in_flight(self._arena.address, self._arena.nbytes):
+        busy = not all(quiet) or self._transport.in_flight(self._arena.address, self._arena.nbytes)
+        if busy:
             self._arena.keep()
         self._transport.unregister(self._arena.address)
+        # A piece that a device may still write into has not been given back.
+        if not busy and self._pool.free_bytes == self._pool.capacity_bytes:
+            self._arena.unlock()
 
     def _lane(self, control_address: str) -> Lane:
         for address in [address for address, lane in self._lanes.items() if lane.idle]:

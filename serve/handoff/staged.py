@@ -159,17 +159,17 @@ class StagedHandoff:
         return merged
 
     @property
-    def queued(self) -> bool:
-        """Whether drain() would return something, or raise."""
-        return bool(self._queued) and not self.arriving
+    def pending(self) -> bool:
+        """Whether rows were staged that drain() has not given."""
+        return bool(self._queued)
 
     @property
-    def arriving(self) -> bool:
-        """Whether what comes next is still being copied by a device."""
+    def queued(self) -> bool:
+        """Whether drain() would get further, or raise."""
         try:
-            return bool(self._queued) and not self._queued[0].arrived
+            return bool(self._queued) and self._queued[0].arrived
         except RuntimeError:
-            return False
+            return True
 
     @property
     def copying(self) -> bool:
@@ -183,6 +183,7 @@ class StagedHandoff:
         """xxh3_64 by "plane/layer" of what this rank staged. Raises HandoffError(short_write) when rows are missing."""
         staged = {key: block for key, block in self._blocks.items() if block.staged > block.first}
         short = [f"{plane}/{layer}" for (plane, layer), block in staged.items() if block.staged < block.nbytes]
+        short += [f"{piece.block.plane.name} that is still being copied" for piece in self._queued]
         if self.ranks == 1:
             short += [f"{plane}/{layer}" for plane, layer in self._blocks.keys() - staged.keys()]
         if short:

@@ -209,7 +209,7 @@ class IndexerPages:
         blocks = self._blocks(cache)
         tokens, values = blocks.shape[1], self.row.values
         needed = [span.block_id for span in spans(block_ids, start, end, tokens)]
-        pages = blocks.index_select(0, torch.tensor(needed, dtype=torch.int64, device=cache.device)).flatten(1)
+        pages = blocks.index_select(0, _ids(needed, cache.device)).flatten(1)
         keys = pages[:, : tokens * values]
         if self.shuffled and tokens > 1:
             keys = keys.view(-1, tokens // TILE, values // TILE, TILE, TILE).transpose(2, 3)
@@ -277,13 +277,19 @@ def page_reader(layout: KVLayout, cache: torch.Tensor, isa: str | None) -> PageR
     return reader
 
 
+def _ids(needed: Sequence[int], device: torch.device) -> torch.Tensor:
+    """int64 on the device. From pageable memory the upload would wait for the layer that was just launched."""
+    gpu = device.type == "cuda"
+    return torch.tensor(needed, dtype=torch.int64, pin_memory=gpu).to(device, non_blocking=gpu)
+
+
 def _gather(cache: torch.Tensor, block_ids: Sequence[int], start: int, end: int) -> torch.Tensor:
     """Rows [end - start, ...] of a cache whose first two axes are block and token."""
     block_size = cache.shape[1]
     needed = [span.block_id for span in spans(block_ids, start, end, block_size)]
     if not needed:
         return cache.new_empty((0, *cache.shape[2:]))
-    pages = cache.index_select(0, torch.tensor(needed, device=cache.device))
+    pages = cache.index_select(0, _ids(needed, cache.device))
     first = start % block_size
     return pages.flatten(0, 1)[first : first + end - start]
 

@@ -271,7 +271,7 @@ def _echo(raw: object, name: str) -> str | None:
 def _waited_s(request: Any) -> float:
     """Since vLLM's server took the request: the engine core sees it only between two steps, and a step may be long.
 
-    0 where vLLM does not say, or where its server's clock is ahead of ours.
+    0 where vLLM does not say, or where its server's clock is ahead of ours; one that is behind, on another node, adds.
     """
     arrival_time = getattr(request, "arrival_time", None)
     return 0.0 if arrival_time is None else max(0.0, time.time() - float(arrival_time))

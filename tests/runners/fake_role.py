@@ -56,6 +56,8 @@ class Handler(BaseHTTPRequestHandler):
         choice = {"index": 0, "message": {"role": "assistant", "content": text}, "finish_reason": "length"}
         if request.get("return_token_ids"):
             choice["token_ids"] = list(range(request["max_tokens"]))
+            if "computed whole" in text:
+                choice["token_ids"][self.options.turns_at] += 1
         self.reply(200, {"choices": [choice], "usage": {"completion_tokens": request["max_tokens"]}})
 
     def reply(self, status: int, body: Any) -> None:
@@ -76,6 +78,7 @@ def main() -> None:
     parser.add_argument("--eat-mib", type=int, default=0, help="memory to take once it serves")
     parser.add_argument("--ready-after-s", type=float, default=0.0)
     parser.add_argument("--depends-on", help="URL that must answer 200 before this is ready")
+    parser.add_argument("--turns-at", type=int, default=2, help="with --rounds: the first answer's odd token")
     parser.add_argument("--crash", type=int, help="exit with this status at once")
     for flag in ("--never-ready", "--fickle", "--rounds", "--silent", "--refuses", "--deaf", "--with-child"):
         parser.add_argument(flag, action="store_true")

@@ -15,7 +15,7 @@ import pytest
 import xxhash
 
 from serve.handoff.layout import KVLayout, Plane
-from serve.handoff.protocol import HandoffCode
+from serve.handoff.protocol import HandoffCode, HandoffError
 from serve.handoff.staged import StagedHandoff
 from tests.serve.handoff.conftest import Prefill, Receive
 from tests.serve.handoff.layouts import rows, tiny_layout
@@ -33,6 +33,7 @@ class Device:
         self._told: deque[_Copy] = deque()
         self.error: str | None = None
         self.asked = 0
+        self.run_when_asked = -1
 
     def copy(self, source: Bytes, skip: int, target: Bytes, plane: Plane) -> _Copy:
         self._told.append(_Copy(self, source.reshape(-1)[skip:].copy(), target))
@@ -53,6 +54,8 @@ class _Copy:
 
     def query(self) -> bool:
         self._device.asked += 1
+        if self._device.asked == self._device.run_when_asked:
+            self._device.run()
         if self._device.error is not None:
             raise RuntimeError(self._device.error)
         return self._done
@@ -78,12 +81,12 @@ def test_what_has_arrived_is_drained_and_hashed(device: Device) -> None:
     handoff, memory = staged(TINY, data)
     drained: list[tuple[int, int]] = []
 
-    assert (handoff.arriving, handoff.queued, handoff.copying) == (True, False, True) and handoff.drain() == []
+    assert (handoff.pending, handoff.queued, handoff.copying) == (True, False, True) and handoff.drain() == []
     device.run(3)
-    assert handoff.queued and not handoff.arriving
+    assert handoff.queued and handoff.pending
     drained += handoff.drain()
     assert sum(nbytes for _, nbytes in drained) == 3 * 24 * TOKENS
-    assert (handoff.arriving, handoff.queued, handoff.copying) == (True, False, True)
+    assert (handoff.pending, handoff.queued, handoff.copying) == (True, False, True)
     device.run()
     assert not handoff.copying
     drained += handoff.drain()
@@ -91,7 +94,7 @@ def test_what_has_arrived_is_drained_and_hashed(device: Device) -> None:
     assert sum(nbytes for _, nbytes in drained) == TINY.payload_bytes(TOKENS) and memory.any()
     expected = {f"{plane}/{layer}": xxhash.xxh3_64_hexdigest(block.data) for (plane, layer), block in data.items()}
     assert handoff.checksums() == expected
-    assert (handoff.arriving, handoff.queued, handoff.copying) == (False, False, False)
+    assert (handoff.pending, handoff.queued, handoff.copying) == (False, False, False)
 
 
 def test_held_rows_that_are_on_their_way_are_not_sent(device: Device) -> None:
@@ -104,6 +107,49 @@ def test_held_rows_that_are_on_their_way_are_not_sent(device: Device) -> None:
 
     assert handoff.drain() == [(2 * 24, 3 * 24)]
     assert handoff.checksums() == {"k/0": xxhash.xxh3_64_hexdigest(data["k", 0][2:].copy().data)}
+
+
+async def test_the_commit_waits_for_rows_behind_those_that_decode_holds(
+    receive: Receive, prefill: Prefill, device: Device
+) -> None:
+    """The first chunk is held whole and has arrived, the second is on its way, and there is nothing to write yet."""
+    receiver, sender, data = await receive(TINY), prefill(TINY), rows(TINY, TOKENS)
+    sender.open("h", "req", receiver.control_address, TOKENS, 10.0)
+    carried = sender._live["h"][0]
+    for start, end in ((0, 2), (2, TOKENS)):
+        for key, block in data.items():
+            sender.stage("h", *key, start, block[start:end])
+    reserve = carried.staged.hold
+    await until_async(lambda: carried.slot)
+    reserve(2)
+    device.run(len(data))
+    sender.finish("h")
+    await asyncio.sleep(0.1)
+    assert sender.outcome("h") is None and carried.staged.pending
+    with pytest.raises(HandoffError, match="still being copied"):
+        carried.staged.checksums()
+
+    device.run()
+
+    outcome = await until_async(lambda: sender.outcome("h"))
+    assert outcome is not None and outcome.bytes == 3 * 24 * len(data)
+
+
+@pytest.mark.parametrize("asked", range(1, 16))
+async def test_a_copy_that_ends_while_the_lane_looks_is_not_overlooked(
+    receive: Receive, prefill: Prefill, device: Device, asked: int
+) -> None:
+    """Nobody wakes a lane when a device is done: it must not go to sleep on what it saw a moment ago."""
+    receiver, sender, data = await receive(TINY), prefill(TINY), rows(TINY, TOKENS)
+    sender.open("h", "req", receiver.control_address, TOKENS, 10.0)
+    for key, block in data.items():
+        sender.stage("h", *key, 0, block)
+    device.run_when_asked = asked
+    sender.finish("h")
+
+    slot = await receiver.take("h", deadline_s=2)
+
+    slot.release()
 
 
 async def test_the_commit_waits_for_the_device(receive: Receive, prefill: Prefill, device: Device) -> None:

@@ -85,8 +85,10 @@ def test_a_closed_hand_off_takes_no_more_rows() -> None:
 def test_a_rank_of_several_commits_what_it_has_but_only_whole_plane_layers() -> None:
     handoff, _ = staged(TINY, 2, ranks=2)
     handoff.stage("k", 0, 0, np.ones((2, 24), np.uint8))
+    handoff.drain()
     assert list(handoff.checksums()) == ["k/0"]
     handoff.stage("k", 1, 0, np.ones((1, 24), np.uint8))
+    handoff.drain()
 
     with pytest.raises(HandoffError, match=r"short_write.*k/1"):
         handoff.checksums()
