@@ -246,7 +246,7 @@ def member(row: Row, path: str) -> Any:
 
 def _figure(row: Row, name: str) -> Any:
     if name == "series":
-        return plots.series_name(row)
+        return plots.series_name(row) if "framework" in row else None  # a row of another tool
     found = member(row, name)
     return member(row, _NESTED[name]) if found is None and name in _NESTED else found
 

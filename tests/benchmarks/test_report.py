@@ -65,6 +65,8 @@ def test_points_of_one_name_are_told_apart(reported, capsys: pytest.CaptureFixtu
     assert " ".join(drafted).startswith(plots.series_name(mtp) + " c1 ") and "mtp-3" in drafted
     header, first, second = shown(row, {**row, "key": "another"})
     assert header[:3] == ["key", "series", "point"] and (first[0], second[0]) == (row["key"], "another")
+    bare = {"point": "c1", "verdict": row["verdict"]}
+    assert shown(bare, bare)[0][0] == "point", "what a row lacks costs no run its end"
     text = (run / "report.md").read_text()
     assert "| configuration |" in text and all(f"| {plots.series_name(each)} |" in text for each in rows)
 
