@@ -8,6 +8,7 @@ import hashlib
 import json
 import os
 import shutil
+import socket
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -157,6 +158,16 @@ async def _on_node(allocation: Allocation, index: int, argv: Sequence[str], time
     return await _run(
         [*allocation.step(index, "preflight"), "--chdir=/", *argv], timeout_s, allocation.nodes[index].name
     )
+
+
+async def check_this_machine(spec: JobSpec) -> None:
+    """The node's probe for a job without an allocation, which runs here. Raises JobFailure (ALLOCATION)."""
+    name = socket.gethostname()
+
+    async def here(_: int, argv: Sequence[str], timeout_s: float) -> str:
+        return await _run([*argv], timeout_s, name)
+
+    await check_nodes(spec, [name], here)
 
 
 async def _address(name: str) -> str:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
@@ -35,31 +34,6 @@ async def check_nodes(spec: JobSpec, names: Sequence[str], run: RunOnNode) -> li
             text = f"{finding['code']}: {finding['where']}: {finding['message']}; {finding['fix']}"
             raise JobFailure(JobCode.ALLOCATION, text, host=name)
     return [finding for _, finding in findings]
-
-
-async def check_this_machine(spec: JobSpec) -> list[dict[str, Any]]:
-    """The same for a job that runs where this does, without an allocation."""
-    return await check_nodes(spec, [socket.gethostname()], _run_here)
-
-
-async def _run_here(_: int, argv: Sequence[str], deadline_s: float) -> str:
-    process = await asyncio.create_subprocess_exec(
-        *argv, stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
-    )
-    try:
-        async with asyncio.timeout(deadline_s):
-            said, complaint = await process.communicate()
-    except TimeoutError:
-        message = f"the probe of this machine said nothing within {deadline_s:.0f} s"
-        raise JobFailure(JobCode.ALLOCATION, message) from None
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode != 0:
-        last = complaint.decode(errors="replace").strip()[-500:]
-        raise JobFailure(JobCode.ALLOCATION, f"the probe of this machine exited with {process.returncode}: {last}")
-    return said.decode(errors="replace")
 
 
 async def _probe(spec: JobSpec, index: int, run: RunOnNode) -> list[dict[str, Any]]:

@@ -18,10 +18,9 @@ from typing import Any
 
 from configs.job import JobSpec, PointSpec
 from runners import canary, points, prepare, warden, weights
-from runners.allocation import Allocation, bind, copy_weights, discover
+from runners.allocation import Allocation, bind, check_this_machine, copy_weights, discover
 from runners.disk import Spare, is_full
 from runners.events import EventLog
-from runners.node_check import check_this_machine
 from runners.outcome import JobCode, JobFailure, Outcome, PointOutcome, log_tail
 from runners.roles import PROBE_TIMEOUT_S, Roles
 
