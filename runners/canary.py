@@ -33,7 +33,7 @@ QUESTIONS = (
     "Which month comes after April?",
 )
 # The first question a second time is answered from rows that prefill kept: less is computed at once, in another order.
-# In float32 that changes no answer; with fewer bits two tokens that are nearly as likely may change places in the end.
+# In float32 that changes no answer; with fewer bits two tokens that are nearly as likely may change places, later on.
 # Wrong rows show at once: the second token is the first that decode computes from them.
 EXACT = ("fp32", "float32")
 FIRST_TOKENS = 2
